@@ -39,7 +39,7 @@ class NodeFacts(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """"prefill", "decode" or "both"."""
     model: Text
     """Fingerprint of the weights and configuration."""
-    cache_groups: Annotated[list[CacheGroup], msgspec.Meta(min_length=1, max_length=16)]
+    cache_groups: Annotated[tuple[CacheGroup, ...], msgspec.Meta(min_length=1, max_length=16)]
     layout: Text = HEAD_MAJOR
     dtype: Text
     """Of the KV cache."""
@@ -47,22 +47,22 @@ class NodeFacts(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     segment_tokens: Positive = 512
     context_bytes: Natural = 0
     """Size of one context buffer; 0 where no context moves."""
-    groups: Annotated[list[GroupFacts], msgspec.Meta(min_length=1, max_length=64)]
+    groups: Annotated[tuple[GroupFacts, ...], msgspec.Meta(min_length=1, max_length=64)]
     max_model_len: Positive
-    handovers: Annotated[list[Text], msgspec.Meta(min_length=1, max_length=8)] = ["token"]
+    handovers: Annotated[tuple[Text, ...], msgspec.Meta(min_length=1, max_length=8)] = ("token",)
 
     def geometry(self, group: int) -> Geometry:
         """The geometry of one of its groups. Raises ConfigError where the facts make none."""
         if not 0 <= group < len(self.groups):
             raise ConfigError(f"group {group} is not in 0..{len(self.groups) - 1}")
         facts = self.groups[group]
-        return Geometry(tuple(self.cache_groups), facts.tp, self.page_size, facts.num_pages, self.layout)
+        return Geometry(self.cache_groups, facts.tp, self.page_size, facts.num_pages, self.layout)
 
     def check(self) -> None:
         """Raises ConfigError naming the field that is impossible, before any peer hears of it."""
         if self.segment_tokens % self.page_size:
             raise ConfigError(
-                f"segment_tokens is {self.segment_tokens}; it must be a multiple of page_size {self.page_size}"
+                f"segment_tokens {self.segment_tokens} is not a multiple of page_size {self.page_size}"
             )
         for group in range(len(self.groups)):
             self.geometry(group)
@@ -86,9 +86,9 @@ class HelloFacts(msgspec.Struct, frozen=True, array_like=True):
     """A node's side of one link. A node that is only ever the source offers no memory."""
 
     node: NodeFacts
-    addresses: Annotated[list[bytes], msgspec.Meta(min_length=1, max_length=64)]
+    addresses: Annotated[tuple[bytes, ...], msgspec.Meta(min_length=1, max_length=64)]
     """Fabric addresses opened for this peer; messages go to the first."""
-    memory: Annotated[list[RankMemory], msgspec.Meta(max_length=4096)] = []
+    memory: Annotated[tuple[RankMemory, ...], msgspec.Meta(max_length=4096)] = ()
 
 
 PARTNERS = {("decode", "prefill"), ("prefill", "decode")}
@@ -137,12 +137,12 @@ SAME = {
 
 
 def _show(value: object) -> str:
-    if isinstance(value, list):
+    if isinstance(value, tuple):
         return "[" + ", ".join(_show(item) for item in value)[:300] + "]"
     if isinstance(value, CacheGroup):
         heads = "replicated" if value.replicated else f"{value.heads} heads"
         return (
-            f"{value.name[:64]!r} ({value.layers} layers, {heads}, {value.token_bytes} bytes a token and head, "
-            f"{value.scale_bytes} of scales)"
+            f"{value.name[:64]!r} ({value.layers} layers, {heads}, "
+            f"{value.token_bytes} bytes a token and head, {value.scale_bytes} of scales)"
         )
     return repr(value)[:128]

@@ -40,8 +40,8 @@ class WriteTable:
     """The writes of one chunk from one source rank to one destination rank, for the first layer of a cache
     group: flat rows of (src_offset, dst_offset, length, imm). Compared by identity.
 
-    `posted[segment]`: runs these rows stand for, by segment of the request. `native`: the shell's place to keep
-    what it made of the rows; it lives and dies with the table.
+    `posted[segment]`: runs these rows stand for, by segment of the request. `native`: the shell's place to
+    keep what it made of the rows; it lives and dies with the table.
     """
 
     __slots__ = ("cache_group", "dst_group", "dst_rank", "native", "posted", "rows", "runs", "src_rank")
@@ -166,7 +166,7 @@ class TransferPlan:
         )
 
     def tables(self, moves: Sequence[PageMove]) -> tuple[tuple[WriteTable, ...], ...]:
-        """By cache group: the write tables of these pages, one for each (source, destination) pair of ranks."""
+        """By cache group: the write tables of these pages, one for each pair of ranks."""
         return tuple(tuple(self._tables_of(group, moves)) for group in range(len(self.runs)))
 
     def _tables_of(self, group: int, moves: Sequence[PageMove]) -> Iterable[WriteTable]:
