@@ -133,7 +133,9 @@ class MemfdArena:
         except BufferError as error:
             if not self._map.closed:
                 self._restore_buffer()
-            raise BufferError("the arena is still in use: close its fabric regions and views first") from error
+            raise BufferError(
+                "the arena is still in use: close its fabric regions and views first"
+            ) from error
         os.close(self._fd)
         self._fd = -1
         _open.discard(id(self))
