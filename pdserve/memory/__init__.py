@@ -1,0 +1,1 @@
+"""Shared memory of a rank: the arena that holds its KV cache, and its layer counter."""
