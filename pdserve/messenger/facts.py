@@ -91,7 +91,7 @@ class HelloFacts(msgspec.Struct, frozen=True, array_like=True):
     memory: Annotated[tuple[RankMemory, ...], msgspec.Meta(max_length=4096)] = ()
     receive_bytes: Annotated[int, msgspec.Meta(ge=256, lt=1 << 31)] = 16384
     """Size of each of its receive buffers for messages."""
-    receive_buffers: Annotated[int, msgspec.Meta(ge=4, le=1 << 16)] = 64
+    receive_buffers: Annotated[int, msgspec.Meta(ge=8, le=1 << 16)] = 64
     """How many of them it keeps posted for this link."""
 
 

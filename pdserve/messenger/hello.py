@@ -162,8 +162,8 @@ class Verified:
 
 
 class Responder:
-    """The server's side of all hellos. Keeps at most `max_nonces` open challenges, each for `lifetime_s`; when
-    the table is full the oldest is forgotten (its caller starts over)."""
+    """The server's side of all hellos. Keeps at most `max_nonces` open challenges, each for `lifetime_s`;
+    when the table is full the oldest is forgotten (its caller starts over)."""
 
     def __init__(self, secret: bytes, *, max_nonces: int = 1024, lifetime_s: float = 30.0) -> None:
         self._secret = _Secret(secret)

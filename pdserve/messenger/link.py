@@ -8,9 +8,9 @@ datagrams, the last of which is flagged; the receiver puts numbers back in order
     bytes         1      1      2        8         8       8       8       0..N       16
 
 `echo`: the last number received without a gap before it. `granted`: the highest number the peer may send.
-A receiver has `window` buffers for numbered datagrams and grants as it delivers; a pure ack (kind ACK) carries
-only these two fields, has no number and costs no credit, so two links can't starve each other. The MAC is
-keyed BLAKE2b over a direction byte and everything before it: nothing can be altered, reflected, or moved
+A receiver has `window` buffers for numbered datagrams and grants as it delivers; a pure ack (kind ACK)
+carries only these two fields, has no number and costs no credit, so two links can't starve each other. The
+MAC is keyed BLAKE2b over a direction byte and everything before it: nothing can be altered, reflected, or moved
 between links. What fails it changes nothing here.
 """
 
@@ -23,14 +23,16 @@ from struct import Struct
 from typing import NamedTuple
 
 from pdserve.errors import ProtocolError
+from pdserve.messenger.facts import HelloFacts
+from pdserve.messenger.hello import Session
 from pdserve.messenger.messages import MAX_MESSAGE
 
 MAGIC = 0xD5
 DATA, ACK, REHELLO = 1, 2, 3
 LAST = 1
 MAC_BYTES = 16
-ACK_RESERVE = 2
-"""Receive buffers kept back from the window for pure acks, of which at most two are ever under way."""
+ACK_RESERVE = 4
+"""Receive buffers kept back from the window for pure acks: at most one for each half window under way."""
 
 _header = Struct("<BBHQQQQ")
 OVERHEAD = _header.size + MAC_BYTES
@@ -60,8 +62,8 @@ def read_header(datagram: bytes) -> Header:
 
 
 def answer_unknown(datagram: bytes) -> bytes | None:
-    """What to answer a datagram whose link this node does not have: "say hello again", or nothing (to an answer
-    of that kind). It can't be authenticated; knowing the link id is what makes it count."""
+    """What to answer a datagram whose link this node does not have: "say hello again", or nothing (to an
+    answer of that kind). It can't be authenticated; knowing the link id is what makes it count."""
     header = read_header(datagram)
     if header.kind == REHELLO:
         return None
@@ -120,7 +122,7 @@ class Link:
             raise ProtocolError(f"message of {len(body)} bytes; the limit is {self._max_message}")
         if self._queued_bytes + len(body) > self._max_queued:
             raise ProtocolError(
-                f"{self._queued_bytes} bytes wait for the peer to grant credit; the limit is {self._max_queued}",
+                f"{self._queued_bytes} bytes wait for the peer's credit; the limit is {self._max_queued}",
                 code="link_stalled",
             )
         step = self._body_bytes
@@ -131,23 +133,21 @@ class Link:
     def transmit(self) -> list[bytes]:
         """The datagrams to send now: queued ones as far as credit goes, or an ack if the peer needs one."""
         out = []
-        self._granted = max(self._granted, self._received + self._window) if self._queue else self._granted
         while self._queue and self._sent < self._limit:
             flags, part = self._queue.popleft()
             self._queued_bytes -= len(part)
             self._sent += 1
             out.append(self._seal(DATA, flags, self._sent, part))
         if not out and self._received + self._window - self._granted >= max(1, self._window // 2):
-            self._granted = self._received + self._window
             out.append(self._seal(ACK, 0, 0, b""))
         return out
 
     def receive(self, datagram: bytes) -> list[bytes]:
         """The messages that this datagram completes, in order.
 
-        Raises ProtocolError: `code` "malformed" or "forged" (drop it and count it: anyone may have sent it; the
-        link is as before), "rehello" (the peer does not know this link), otherwise "protocol_error": the
-        authenticated peer broke the rules, and the link is of no more use.
+        Raises ProtocolError: `code` "malformed" or "forged" (drop it and count it: anyone may have sent it;
+        the link is as before), "rehello" (the peer does not know this link), otherwise "protocol_error":
+        the authenticated peer broke the rules, and the link is of no more use.
         """
         header = read_header(datagram)
         if header.link != self.link:
@@ -187,6 +187,7 @@ class Link:
         return messages
 
     def _seal(self, kind: int, flags: int, number: int, body: bytes) -> bytes:
+        self._granted = self._received + self._window
         head = _header.pack(MAGIC, kind, flags, self.link, number, self._received, self._granted)
         return head + body + self._mac(self._ours, head + body)
 
@@ -206,3 +207,16 @@ class Link:
             "duplicates": self._duplicates,
             "forged": self._forged,
         }
+
+
+def open_link(session: Session, ours: HelloFacts) -> Link:
+    """This node's side of the link that a hello made. `ours`: the facts we sent in it."""
+    peer = session.peer
+    return Link(
+        session.link,
+        session.key,
+        initiator=session.initiator,
+        datagram_bytes=min(ours.receive_bytes, peer.receive_bytes),
+        window=ours.receive_buffers - ACK_RESERVE,
+        peer_window=peer.receive_buffers - ACK_RESERVE,
+    )
