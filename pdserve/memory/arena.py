@@ -50,7 +50,7 @@ class Arena(Protocol):
     def fileno(self) -> int: ...
 
     def close(self) -> None:
-        """Unmap and close. Idempotent. Raises BufferError, closing nothing, while somebody still uses `buffer`."""
+        """Unmap and close. Idempotent. Raises BufferError, closing nothing, while `buffer` is in use."""
         ...
 
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import mmap
 
+from pdserve.fabric.atomics import SharedCounter
 from pdserve.memory.arena import MemfdArena
 
 NO_GATE = 2**64 - 1
@@ -26,7 +27,8 @@ class LayerCounter:
 
     def __init__(self, page: MemfdArena) -> None:
         self._page = page
-        self._words = page.buffer.cast("Q")
+        self._ticks = SharedCounter(page.buffer, _COUNTER)
+        self._hold_at = SharedCounter(page.buffer, _HOLD_AT)
 
     @classmethod
     def create(cls) -> LayerCounter:
@@ -42,32 +44,32 @@ class LayerCounter:
 
     def tick(self) -> int:
         """Add one (release store) and return the new value. Only the owning rank may tick."""
-        value = self._words[_COUNTER // 8] + 1
-        self._words[_COUNTER // 8] = value
+        value = self._ticks.load() + 1
+        self._ticks.store(value)
         return value
 
     @property
     def value(self) -> int:
         """The ticks so far (acquire load)."""
-        return self._words[_COUNTER // 8]
+        return self._ticks.load()
 
     @property
     def hold_at(self) -> int:
         """Where a worker started with `Init.gate` holds: after the tick that makes the counter this value."""
-        return self._words[_HOLD_AT // 8]
+        return self._hold_at.load()
 
     @hold_at.setter
     def hold_at(self, value: int) -> None:
-        self._words[_HOLD_AT // 8] = value
+        self._hold_at.store(value)
 
     def fileno(self) -> int:
         return self._page.fileno()
 
     def close(self) -> None:
         """Unmap and close. Idempotent."""
-        if not self._page.closed:
-            self._words.release()
-            self._page.close()
+        self._ticks.close()
+        self._hold_at.close()
+        self._page.close()
 
     def __enter__(self) -> LayerCounter:
         return self

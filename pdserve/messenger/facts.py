@@ -89,6 +89,10 @@ class HelloFacts(msgspec.Struct, frozen=True, array_like=True):
     addresses: Annotated[tuple[bytes, ...], msgspec.Meta(min_length=1, max_length=64)]
     """Fabric addresses opened for this peer; messages go to the first."""
     memory: Annotated[tuple[RankMemory, ...], msgspec.Meta(max_length=4096)] = ()
+    receive_bytes: Annotated[int, msgspec.Meta(ge=256, lt=1 << 31)] = 16384
+    """Size of each of its receive buffers for messages."""
+    receive_buffers: Annotated[int, msgspec.Meta(ge=8, le=1 << 16)] = 64
+    """How many of them it keeps posted for this link."""
 
 
 PARTNERS = {("decode", "prefill"), ("prefill", "decode")}
@@ -122,6 +126,30 @@ def refusal(ours: NodeFacts, theirs: NodeFacts) -> str | None:
         theirs.check()
     except ConfigError as error:
         return f"shape: theirs is impossible: {error.message}"
+    return None
+
+
+def unfit(ours: NodeFacts, theirs: HelloFacts) -> str | None:
+    """Why a peer's hello can't make a link: its node does not fit, or its memory is not what it must be."""
+    reason = refusal(ours, theirs.node)
+    if reason is not None:
+        return reason
+    covered = set()
+    for memory in theirs.memory:
+        name = f"memory of group {memory.group} rank {memory.rank}"
+        if memory.group >= len(theirs.node.groups) or memory.rank >= theirs.node.groups[memory.group].tp:
+            return f"{name}: there is no such rank"
+        if memory.endpoint >= len(theirs.addresses):
+            return f"{name}: endpoint {memory.endpoint}, but {len(theirs.addresses)} addresses"
+        needed = theirs.node.geometry(memory.group).arena_bytes(memory.rank)
+        if memory.length < needed:
+            return f"{name}: {memory.length} bytes, but its pages take {needed}"
+        covered.add((memory.group, memory.rank))
+    if theirs.node.role == "decode":
+        for group, facts in enumerate(theirs.node.groups):
+            for rank in range(facts.tp):
+                if (group, rank) not in covered:
+                    return f"memory of group {group} rank {rank}: none is offered"
     return None
 
 

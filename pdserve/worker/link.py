@@ -11,16 +11,15 @@
 Everything happens in loop callbacks (add_reader, add_writer); there is no task and no thread. The worker ends
 by itself when its socket ends or its parent dies, so a node that's killed leaves no orphan.
 
-Who owns what. The link owns the process, its socket, its stderr and its pidfd and closes them when the process
-has ended. The arena, the counter and the tick eventfd outlive the process: their users (fabric regions, a
-loop's reader) have to let go first, then `stop` closes them.
+Who owns what. The link owns the process, its socket, its stderr and its pidfd, and closes them when the
+process has ended. The arena, the counter and the tick eventfd outlive it: their users (fabric regions, a loop's
+reader) have to let go first, then `stop` closes them.
 """
 
 from __future__ import annotations
 
 import asyncio
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -33,6 +32,7 @@ from pdserve.engine.plan import Plan, StepResult
 from pdserve.errors import WorkerError
 from pdserve.memory.arena import Arena, MemfdArena
 from pdserve.memory.counter import NO_GATE, LayerCounter
+from pdserve.worker.exit import WorkerExited
 from pdserve.worker.frames import MAX_FRAME, FrameDecoder, FrameError
 from pdserve.worker.protocol import (
     READY_DESCRIPTORS,
@@ -55,8 +55,6 @@ _READS_PER_TURN = 16
 _GRACE_S = 5.0
 """How long a worker may take to exit after it has said Fatal or closed its socket, before it's killed."""
 
-_MESSAGE_LINES = 3
-
 _open: set[int] = set()
 _T = TypeVar("_T")
 
@@ -66,30 +64,6 @@ def open_links() -> int:
     return len(_open)
 
 
-class WorkerExited(WorkerError):
-    """A worker process ended without being asked to. The message says how; the rest is for logs.
-
-    `returncode` as subprocess has it (negative: the signal), `fatal` the worker's own last word if it had
-    one, `stderr` its last lines.
-    """
-
-    def __init__(
-        self,
-        message: str,
-        *,
-        pid: int,
-        returncode: int | None,
-        fatal: Fatal | None = None,
-        stderr: tuple[str, ...] = (),
-        code: str | None = None,
-    ) -> None:
-        super().__init__(message, code=code)
-        self.pid = pid
-        self.returncode = returncode
-        self.fatal = fatal
-        self.stderr = stderr
-
-
 class State(Enum):
     """Where the worker is, and what its link holds."""
 
@@ -97,6 +71,9 @@ class State(Enum):
     READY = "ready"  # the same, and arena, counter, tick_fd
     ENDING = "ending"  # socket closed; waits for the exit
     ENDED = "ended"  # reaped; arena, counter, tick_fd until `stop`
+
+
+_RUNNING = (State.LOADING, State.READY)
 
 
 class WorkerProcess:
@@ -283,8 +260,9 @@ class WorkerProcess:
         returncode = self._process.poll()
         if returncode is None:
             return
-        while self._socket.fileno() >= 0:
-            self._readable()
+        while self.state in _RUNNING and self._read():
+            pass
+        self._end(None)
         self._loop.remove_reader(self._pidfd)
         os.close(self._pidfd)
         self._stderr.close()
@@ -297,62 +275,54 @@ class WorkerProcess:
         self._report(returncode)
 
     def _report(self, returncode: int) -> None:
-        error = self._describe(returncode)
+        error = WorkerExited(
+            f"worker {self.name} (pid {self.pid})",
+            returncode,
+            cause=self._cause,
+            fatal=self._fatal,
+            stderr=self._stderr.last_lines,
+        )
         if not self._became_ready.done():
             self._became_ready.set_exception(error)
         elif not self._stopping:
             self._stopping = True
             self._call(self._on_exit, error)
 
-    def _describe(self, returncode: int) -> WorkerExited:
-        lines = self._stderr.last_lines
-        who = f"worker {self.name} (pid {self.pid})"
-        if self._fatal is not None:
-            text = f"{who}: {self._fatal.message}"
-        elif self._cause is not None:
-            text = f"{who} was ended: {self._cause}"
-        elif returncode < 0:
-            text = f"{who} was killed by {_signal_name(-returncode)}"
-        else:
-            text = f"{who} exited with status {returncode}"
-        if self._fatal is None and lines:
-            text += "; its last words: " + " | ".join(lines[-_MESSAGE_LINES:])
-        code = None if self._fatal is None else self._fatal.code
-        return WorkerExited(
-            text, pid=self.pid, returncode=returncode, fatal=self._fatal, stderr=lines, code=code
-        )
-
     def _condition(self) -> str:
         if self.state is State.READY:
             return "stopping"
-        return self.state.value
+        return str(self.state.value)
 
     # The socket
 
     def _readable(self) -> None:
         for _ in range(_READS_PER_TURN):
-            try:
-                data, fds, flags, _address = socket.recv_fds(
-                    self._socket, _READ_SIZE, READY_DESCRIPTORS, socket.MSG_CMSG_CLOEXEC
-                )
-            except (BlockingIOError, InterruptedError):
+            if not self._read():
                 return
-            except OSError:
-                data, fds, flags = b"", [], 0  # it ended with unread plans: the exit says why
-            self._descriptors += fds
-            if flags & socket.MSG_CTRUNC or len(self._descriptors) > READY_DESCRIPTORS:
-                self._end(f"it sent more than {READY_DESCRIPTORS} descriptors", kill=True)
-            elif not data:
-                self._end(None)
-            else:
-                self._take(data)
-            if self.state is State.ENDING:
-                return
+
+    def _read(self) -> bool:
+        """Read once. False when there is nothing more for now, or for ever."""
+        try:
+            data, fds, flags, _address = socket.recv_fds(
+                self._socket, _READ_SIZE, READY_DESCRIPTORS, socket.MSG_CMSG_CLOEXEC
+            )
+        except (BlockingIOError, InterruptedError):
+            return False
+        except OSError:
+            data, fds, flags = b"", [], 0  # it ended with plans unread: the exit says why
+        self._descriptors += fds
+        if flags & socket.MSG_CTRUNC or len(self._descriptors) > READY_DESCRIPTORS:
+            self._end(f"it sent more than {READY_DESCRIPTORS} descriptors", kill=True)
+        elif not data:
+            self._end(None)
+        else:
+            self._take(data)
+        return self.state in _RUNNING
 
     def _take(self, data: bytes) -> None:
         self._decoder.feed(data)
         try:
-            while self.state is not State.ENDING and (payload := self._decoder.pop()) is not None:
+            while self.state in _RUNNING and (payload := self._decoder.pop()) is not None:
                 self._receive(payload)
         except WorkerError as error:
             self._end(error.message, kill=True)
@@ -440,7 +410,7 @@ class WorkerProcess:
         for fd in self._descriptors:
             os.close(fd)
         self._descriptors = []
-        if self.state in (State.LOADING, State.READY):
+        if self.state in _RUNNING:
             self.state = State.ENDING
             self._grace = self._loop.call_later(_GRACE_S, self._overdue)
         if kill:
@@ -470,10 +440,3 @@ class WorkerProcess:
             self._loop.call_exception_handler(
                 {"message": f"a callback of worker {self.name} raised", "exception": error}
             )
-
-
-def _signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"

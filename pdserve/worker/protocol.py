@@ -3,7 +3,7 @@
 msgpack arrays (`array_like`: a field may only ever be appended), each with its tag, one a frame (`frames`).
 
     node -> worker    Init, then Plan ..., then Shutdown
-    worker -> node    LoadProgress ..., Ready (with three descriptors), then a StepResult a plan; Fatal ends it
+    worker -> node    LoadProgress ..., Ready (with three descriptors), then a StepResult a plan; or Fatal
 
 Plans and results are in `pdserve.engine.plan`. The end of the stream in either direction ends both sides.
 """

@@ -13,7 +13,7 @@ _KEPT_LINES = 20
 
 
 class StderrPipe:
-    """The read end of a pipe, drained by the loop. A line is cut at `_MAX_LINE` bytes, so memory is bounded."""
+    """The read end of a pipe, drained by the loop. Lines are cut at `_MAX_LINE` bytes: bounded."""
 
     def __init__(self, on_line: Callable[[str], None]) -> None:
         """Open the pipe. `write_end` is for the child; `reading` takes over once the child has it."""

@@ -1,0 +1,46 @@
+"""The scheduler's gauges and counters at one moment."""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class Statistics(msgspec.Struct, frozen=True, kw_only=True):
+    """Gauges first, monotone counters (`*_total`) after. Pages are counted without the scrap page.
+
+    All gauges but `pages_free` are zero on an idle node that has told its worker everything.
+    """
+
+    waiting: int
+    waiting_tokens: int
+    """Prompt tokens of the waiting requests."""
+    receiving: int
+    ready: int
+    running: int
+    """Rows of the batch that are taken."""
+    sending: int
+    quarantined: int
+    untold: int
+    """Ended sequences that the worker has not been told to forget."""
+    steps_in_flight: int
+    pages_free: int
+    pages_held: int
+    pages_destination: int
+    pages_quarantined: int
+    pages_pending: int
+    """Released, but named by a published step that has not ended."""
+    pages_reserved: int
+    """Free pages promised to admitted requests (part of `pages_free`)."""
+    head_arrival: float | None
+    """When the request at the head of the queue arrived; None: the queue is empty."""
+    submitted_total: int
+    finished_stop_total: int
+    finished_length_total: int
+    cancelled_total: int
+    expired_total: int
+    rejected_total: int
+    """Refused with `Overloaded`."""
+    steps_total: int
+    """Published steps."""
+    prompt_tokens_total: int
+    decode_tokens_total: int
