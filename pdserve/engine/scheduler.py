@@ -12,8 +12,9 @@ for a sequence that turns out to have ended is thrown away, and its pages are no
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
+from pdserve.engine.batch import Batch
 from pdserve.engine.events import Event, Expired, FinishReason, PrefillComputed, Scheduled, TokenEvent
 from pdserve.engine.invariants import check_bounds, check_collections, check_pages, check_request
 from pdserve.engine.limits import Role, SchedulerConfig
@@ -21,7 +22,7 @@ from pdserve.engine.pages import PageAllocator, PageState
 from pdserve.engine.plan import SequenceOutput, StepResult
 from pdserve.engine.request import Phase, Request
 from pdserve.engine.sampling import SamplingParams
-from pdserve.engine.statistics import Statistics
+from pdserve.engine.statistics import Counters, Statistics
 from pdserve.engine.step import PublishedStep, StepBuilder
 from pdserve.engine.waiting import WaitingQueue
 from pdserve.errors import ClientError, Overloaded, WorkerError
@@ -43,25 +44,20 @@ class Scheduler:
         # A request is in the collection of its phase. Dicts by id keep the order of entry and remove in O(1).
         self._receiving: dict[str, Request] = {}
         self._ready: dict[str, Request] = {}
-        self._prefilling: dict[str, Request] = {}
-        self._decoding: dict[str, Request] = {}
+        self._batch = Batch()
         self._sending: dict[str, Request] = {}
         self._quarantined: dict[str, Request] = {}
-        self._untold: list[int] = []
         self._published: deque[PublishedStep] = deque()
         self._next_step = 0
         self._next_seq = 0
-        self._submitted = self._rejected = self._stopped = self._exhausted = self._cancelled = (
-            self._expired
-        ) = 0
-        self._prompt_tokens = self._decode_tokens = 0
+        self._counters = Counters()
 
     # --- questions
 
     @property
     def idle(self) -> bool:
         """Nothing is known, nothing is published, and the worker holds no sequence."""
-        return not self._requests and not self._published and not self._untold
+        return not self._requests and not self._published and not self._batch.untold
 
     @property
     def waiting(self) -> int:
@@ -116,7 +112,7 @@ class Scheduler:
             phase = self._requests[id].phase.value
             raise ClientError(f"request id {id} is in use (phase {phase})", param="request_id")
         if self._queue.count >= self.config.max_waiting:
-            self._rejected += 1
+            self._counters.rejected += 1
             raise Overloaded(
                 f"{self._queue.count} requests are waiting; max_waiting is {self.config.max_waiting}",
                 retry_after=self._queue.retry_after(now),
@@ -133,7 +129,7 @@ class Scheduler:
             stop_ids=frozenset(sampling.stop_token_ids) if sampling else frozenset(),
         )
         self._next_seq += 1
-        self._submitted += 1
+        self._counters.submitted += 1
         self._requests[id] = request
         self._queue.push(request)
         return request
@@ -186,6 +182,7 @@ class Scheduler:
         was_receiving = request.phase is Phase.RECEIVING
         request.advance("receive_ended")
         if was_receiving:
+            self._counters.receive_failed += 1
             self._quarantine(request)
         return was_receiving
 
@@ -210,9 +207,8 @@ class Scheduler:
             return Phase.FINISHED
         before = request.phase
         after = request.advance("cancel_compute" if request.prefill_only else "cancel")
-        if not request.cancelled:
-            request.cancelled = True
-            self._cancelled += 1
+        if before is not Phase.SENDING and before is not Phase.QUARANTINED:
+            self._note_cancelled(request)
         if before is Phase.WAITING:
             self._queue.left(request)
             del self._requests[id]
@@ -222,7 +218,7 @@ class Scheduler:
             del self._ready[id]
             self._give_back(request)
         elif before is Phase.RUNNING:
-            self._leave_row(request)
+            self._batch.leave(request)
             if after is Phase.SENDING:
                 self._sending[id] = request
             else:
@@ -236,15 +232,14 @@ class Scheduler:
             return
         before = request.phase
         request.advance("release")
+        if before is not Phase.SENDING and request.scheduled < len(request.prompt):
+            self._note_cancelled(request)
         if before is Phase.WAITING:
             self._queue.left(request)
             del self._requests[id]
             return
         if before is Phase.RUNNING:
-            if request.scheduled < len(request.prompt):
-                request.cancelled = True
-                self._cancelled += 1
-            self._leave_row(request)
+            self._batch.leave(request)
         else:
             del self._sending[id]
         self._give_back(request)
@@ -256,7 +251,7 @@ class Scheduler:
             request.advance("expire")
             self._queue.left(request)
             del self._requests[request.id]
-            self._expired += 1
+            self._counters.expired += 1
             events.append(Expired(request.id, now - request.arrival))
         return events
 
@@ -272,18 +267,14 @@ class Scheduler:
             return None
         self._fill_rows()
         step = StepBuilder(self._next_step, self.config, self._pages)
-        for request in self._decoding.values():
-            if request.samples_planned < request.max_tokens:
-                step.decode(request)
-        self._add_chunks(step)
-        if not step.work and (self._published or not self._untold):
+        self._batch.fill(step)
+        if not step.work and (self._published or not self._batch.untold):
             return None
         self._next_step += 1
-        finished, self._untold = self._untold, []
         self._published.append(step.published)
-        self._prompt_tokens += step.prompt_tokens
-        self._decode_tokens += step.decode_tokens
-        return step.build(finished)
+        self._counters.prompt_tokens += step.prompt_tokens
+        self._counters.decode_tokens += step.decode_tokens
+        return step.build(self._batch.tell())
 
     def complete(self, result: StepResult, now: float) -> list[Event]:
         """A step has ended. Returns what it brought, in the order of its work.
@@ -314,16 +305,16 @@ class Scheduler:
 
     def statistics(self) -> Statistics:
         head = self._queue.head()
-        count = self._pages.count
+        count, totals = self._pages.count, self._counters
         return Statistics(
             waiting=self._queue.count,
             waiting_tokens=self._queue.tokens,
             receiving=len(self._receiving),
             ready=len(self._ready),
-            running=self._rows,
+            running=len(self._batch),
             sending=len(self._sending),
             quarantined=len(self._quarantined),
-            untold=len(self._untold),
+            untold=self._batch.untold,
             steps_in_flight=len(self._published),
             pages_free=count(PageState.FREE),
             pages_held=count(PageState.HELD),
@@ -332,25 +323,27 @@ class Scheduler:
             pages_pending=count(PageState.PENDING),
             pages_reserved=self._pages.reserved,
             head_arrival=None if head is None else head.arrival,
-            submitted_total=self._submitted,
-            finished_stop_total=self._stopped,
-            finished_length_total=self._exhausted,
-            cancelled_total=self._cancelled,
-            expired_total=self._expired,
-            rejected_total=self._rejected,
+            submitted_total=totals.submitted,
+            rejected_total=totals.rejected,
+            finished_stop_total=totals.stop,
+            finished_length_total=totals.length,
+            computed_total=totals.computed,
+            receive_failed_total=totals.receive_failed,
+            cancelled_total=totals.cancelled,
+            expired_total=totals.expired,
             steps_total=self._next_step,
-            prompt_tokens_total=self._prompt_tokens,
-            decode_tokens_total=self._decode_tokens,
+            prompt_tokens_total=totals.prompt_tokens,
+            decode_tokens_total=totals.decode_tokens,
         )
 
     def check(self) -> None:
         """Raise `InvariantError` unless pages, phases, collections and limits agree. Linear in all."""
         waiting = self._queue.live()
-        members = {
+        members: dict[Phase, Iterable[Request]] = {
             Phase.WAITING: waiting,
             Phase.RECEIVING: self._receiving.values(),
             Phase.READY: self._ready.values(),
-            Phase.RUNNING: [*self._prefilling.values(), *self._decoding.values()],
+            Phase.RUNNING: self._batch,
             Phase.SENDING: self._sending.values(),
             Phase.QUARANTINED: self._quarantined.values(),
         }
@@ -361,24 +354,20 @@ class Scheduler:
         check_pages(self._requests.values(), self._published, self._pages)
         self._queue.check()
         receiving = len(self._receiving) + len(self._ready)
-        check_bounds(self.config, len(waiting), receiving, self._rows, list(self._published))
+        check_bounds(self.config, len(waiting), receiving, len(self._batch), list(self._published))
 
     # --- inside
-
-    @property
-    def _rows(self) -> int:
-        return len(self._prefilling) + len(self._decoding)
 
     def _has_place(self) -> bool:
         if self.config.role is Role.DECODE:
             return len(self._receiving) + len(self._ready) < self.config.receiving_limit
-        return self._rows < self.config.max_num_seqs
+        return len(self._batch) < self.config.max_num_seqs
 
     def _enter(self, request: Request) -> None:
         """Move an admitted request to the phase where it gets its KV."""
         if self.config.role is not Role.DECODE:
             request.advance("admit")
-            self._prefilling[request.id] = request
+            self._batch.enter(request)
         elif len(request.prompt) == 1:
             request.advance("admit_ready")
             self._ready[request.id] = request
@@ -391,27 +380,20 @@ class Scheduler:
 
     def _fill_rows(self) -> None:
         """READY → RUNNING, in the order in which the KV arrived, while rows last."""
-        while self._ready and self._rows < self.config.max_num_seqs:
+        while self._ready and len(self._batch) < self.config.max_num_seqs:
             id, request = next(iter(self._ready.items()))
             request.advance("row")
             del self._ready[id]
-            self._decoding[id] = request
+            self._batch.enter(request)
 
-    def _add_chunks(self, step: StepBuilder) -> None:
-        computed: list[str] = []
-        for id, request in self._prefilling.items():
-            if request.scheduled == len(request.prompt):  # prefill-only, its last step has not ended
-                continue
-            if not step.chunk(request):
-                break
-            if request.scheduled == len(request.prompt) and not request.prefill_only:
-                computed.append(id)
-        for id in computed:
-            self._decoding[id] = self._prefilling.pop(id)
+    def _note_cancelled(self, request: Request) -> None:
+        request.cancelled = True
+        self._counters.cancelled += 1
 
     def _computed(self, request: Request) -> PrefillComputed:
+        self._counters.computed += 1
         if request.phase is Phase.RUNNING:  # else `release` came first
-            self._leave_row(request)
+            self._batch.leave(request)
             request.advance("computed")
             self._sending[request.id] = request
         return PrefillComputed(request.id)
@@ -426,19 +408,11 @@ class Scheduler:
             reason = "length"
         request.output.append(output.token)
         if reason is not None:
-            self._stopped += reason == "stop"
-            self._exhausted += reason == "length"
+            self._counters.finished(reason)
             request.advance("finish")
-            self._leave_row(request)
+            self._batch.leave(request)
             self._give_back(request)
         return TokenEvent(request.id, output.token, output.logprob, output.top, reason)
-
-    def _leave_row(self, request: Request) -> None:
-        if self._decoding.pop(request.id, None) is None:
-            del self._prefilling[request.id]
-        if request.announced:
-            request.announced = False
-            self._untold.append(request.seq)
 
     def _give_back(self, request: Request) -> None:
         """The request is FINISHED: its pages go back, once no published step names them."""
