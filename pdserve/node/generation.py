@@ -6,6 +6,7 @@ import asyncio
 from collections import deque
 from collections.abc import AsyncIterator, Callable
 
+from pdserve.engine.request import Request
 from pdserve.errors import PdserveError
 from pdserve.http.frontend import TokenOutput
 
@@ -16,10 +17,11 @@ class NodeGeneration:
     The buffer is bounded by `max_tokens`, which the scheduler never exceeds.
     """
 
-    def __init__(self, request_id: str, prompt_tokens: int, abandon: Callable[[str, str], None]) -> None:
+    def __init__(self, request: Request, abandon: Callable[[str, str], None]) -> None:
         """`abandon(request_id, reason)` ends it in the node; called at most once, by `aclose`."""
-        self.request_id = request_id
-        self.prompt_tokens = prompt_tokens
+        self.request = request
+        self.request_id = request.id
+        self.prompt_tokens = len(request.prompt)
         self.cached_tokens = 0
         self._abandon = abandon
         self._outputs: deque[TokenOutput] = deque()
