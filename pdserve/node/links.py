@@ -35,9 +35,7 @@ class PeerPort:
         self._lost: FabricError | None = None
 
     @classmethod
-    async def open(
-        cls, fabric: Fabric, counters: ImmCounters, arena: memoryview, name: str
-    ) -> PeerPort:
+    async def open(cls, fabric: Fabric, counters: ImmCounters, arena: memoryview, name: str) -> PeerPort:
         """Open a port and register `arena` on it, both owned by the result. Raises FabricError."""
         self = cls()
         self.port = await fabric.open_port(

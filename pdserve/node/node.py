@@ -142,9 +142,7 @@ class Node:
 
     # Start.
 
-    async def _live(
-        self, weights: identity.ServedWeights, on_ready: Callable[[Node], None] | None
-    ) -> None:
+    async def _live(self, weights: identity.ServedWeights, on_ready: Callable[[Node], None] | None) -> None:
         async with AsyncExitStack() as stack:
             self._http = await stack.enter_async_context(aiohttp.ClientSession())
             await self._listen(stack, weights)
@@ -364,17 +362,12 @@ class Node:
         return all(m is None or m.machine.idle for m in (self.decode, self.prefill))
 
     async def _until(self, condition: Callable[[], bool], seconds: float) -> None:
-        """Wait for a condition that changes with `_changed`; not beyond `seconds`, a second stop, or a fault."""
+        """Wait until a condition holds; not beyond `seconds`, a second stop or a fault."""
         deadline = time.monotonic() + seconds
         while not condition() and self._cause is None and not self._hurry.is_set():
-            self._changed.clear()
-            try:
-                # Looked at again every 50 ms as well: not every change in a peer's state is announced.
-                async with asyncio.timeout(min(0.05, max(0.0, deadline - time.monotonic()))):
-                    await self._changed.wait()
-            except TimeoutError:
-                if time.monotonic() >= deadline:
-                    return
+            await self.changed()
+            if time.monotonic() >= deadline:
+                return
 
     def _give_up(self) -> None:
         """Whatever still waits for a token hears why it gets none."""
@@ -451,7 +444,9 @@ class Node:
         return Health(ready=True, live=True, detail=detail)
 
     async def _trace(self, request_id: str) -> dict[str, Any] | None:
-        return await fetch_merged(self.traces, request_id, self._peer_url, self._http, self.config.server.api_key)
+        return await fetch_merged(
+            self.traces, request_id, self._peer_url, self._http, self.config.server.api_key
+        )
 
     def _peer_url(self, node_id: str) -> str | None:
         for peer in self.peers:
@@ -462,6 +457,20 @@ class Node:
     def _secret(self) -> bytes:
         secret = self.config.cluster.secret
         return LOOPBACK_SECRET if secret is None else secret.encode()
+
+    @property
+    def idle(self) -> bool:
+        """Nothing runs, waits, is being received or sent, or is quarantined, here or towards any peer."""
+        return not self.frontend.generations and self.scheduler.idle and self._quiet()
+
+    async def changed(self) -> None:
+        """Wait until something may have changed, 20 ms at most: what announces itself to nobody is looked at."""
+        self._changed.clear()
+        try:
+            async with asyncio.timeout(0.02):
+                await self._changed.wait()
+        except TimeoutError:
+            pass
 
     def check(self) -> None:
         """Prove the invariants of every pure core: pages, slots, states. Raises AssertionError."""

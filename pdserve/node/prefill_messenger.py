@@ -201,10 +201,8 @@ class PrefillMessenger(MessengerShell):
 
     def _answering(self, key: Key, message: Accepted | Quiet | Failed) -> None:
         now = time.monotonic()
-        if isinstance(message, Accepted):
-            sending = self._sending.get(key)
-        else:
-            sending = self._sending.pop(key, None)
+        accepted = isinstance(message, Accepted)
+        sending = self._sending.get(key) if accepted else self._sending.pop(key, None)
         if sending is None:
             return
         if isinstance(message, Accepted):

@@ -34,7 +34,11 @@ async def fetch_merged(
         return own
     peer = own.get("peer")
     url = None if peer is None else url_of(peer)
-    theirs = None if url is None else await _fetch(f"{url}/pd/v1/trace/{quote(request_id, safe='')}", http, api_key)
+    theirs = (
+        None
+        if url is None
+        else await _fetch(f"{url}/pd/v1/trace/{quote(request_id, safe='')}", http, api_key)
+    )
     return merge(own, theirs)
 
 
