@@ -101,7 +101,32 @@ class Fabric:
                 "by itself, not through ofi_rxm)",
                 failure.code,
             )
-        return cls(config, native, _describe(config, found, path))
+        fabric = cls(config, native, _describe(config, found, path))
+        try:
+            fabric._probe()
+        except BaseException:
+            fabric.close_now()
+            raise
+        return fabric
+
+    def _probe(self) -> None:
+        """Open and close a port: libfabric takes any address for its own until something is bound to it."""
+        counters = ImmCounters()
+        native = self._open_native(0, counters, f"a first port on {self.config.host!r}")
+        code = lib.pd_port_close_now(native)
+        self._take()
+        self._backlog.clear()
+        lib.pd_port_free(native)
+        if code:
+            raise fabric_error("fabric: closing a first port", code)
+
+    def _open_native(self, number: int, counters: ImmCounters, what: str) -> Any:
+        failure = ffi.new("pd_failure *")
+        native = lib.pd_port_open(self._native, number, counters._native, failure)
+        if native == ffi.NULL:
+            action = ffi.string(failure.action).decode()
+            raise fabric_error(f"fabric: opening {what}: {action}", failure.code)
+        return native
 
     async def open_port(
         self,
@@ -118,13 +143,9 @@ class Fabric:
         self._check_process()
         if self._native is None:
             raise FabricError("fabric: it is closed", name=code_name(FI_EOPBADSTATE), errno=FI_EOPBADSTATE)
-        failure = ffi.new("pd_failure *")
         self._opened += 1
         number = self._opened
-        native = lib.pd_port_open(self._native, number, counters._native, failure)
-        if native == ffi.NULL:
-            action = ffi.string(failure.action).decode()
-            raise fabric_error(f"fabric: opening a port for {name or number!r}: {action}", failure.code)
+        native = self._open_native(number, counters, f"a port for {name or number!r}")
         port = Port(self, native, number, name, counters, on_message, on_lost)
         self._ports[number] = port
         self._counters[counters] += 1

@@ -134,14 +134,14 @@ class Port:
         failure that nobody awaits is not logged: `on_lost` tells of it.
         """
         self._check_ready()
-        with memoryview(data) as view:
-            limit = self._fabric.info.max_message
-            if not 1 <= view.nbytes <= limit:
-                raise ValueError(f"data: {view.nbytes} bytes is outside 1..{limit}")
+        with ffi.from_buffer("char[]", data) as view:
+            length, limit = len(view), self._fabric.info.max_message
+            if not 1 <= length <= limit:
+                raise ValueError(f"data: {length} bytes is outside 1..{limit}")
             token = self._fabric._next_token()
-            code = lib.pd_port_send(self._native, ffi.from_buffer(view), view.nbytes, token)
+            code = lib.pd_port_send(self._native, view, length, token)
         if code:
-            raise fabric_error(f"{self!r}: send of {view.nbytes} bytes", code)
+            raise fabric_error(f"{self!r}: send of {length} bytes", code)
         future: asyncio.Future[None] = self._loop.create_future()
         self._operations[token] = future
         self._fabric._posted()
