@@ -22,7 +22,7 @@ def refuse(
 ) -> Refusal | None:
     """Why a `Prefill` of the node `theirs` can't be taken, naming field, value and limit; None if it can.
 
-    `own_pages`: source pages that the computing group has. `slots_in_use`: imm bases of the node's live works.
+    `own_pages`: source pages that the computing group has. `slots_in_use`: imm bases of its live works.
     """
     return (
         _unsupported(prefill)

@@ -51,7 +51,6 @@ FINAL = frozenset({State.REFUSED, State.RELEASED})
 
 _S, _H = State, Happening
 _END = (_S.CANCELLING, _S.RELEASED)
-_LOST = (_S.CLOSING, _S.RELEASED)
 
 TRANSITIONS: dict[tuple[State, Happening], Rule[State]] = {
     (_S.OFFERED, _H.ENQUEUED): Rule("_accept", (_S.QUEUED,)),
@@ -69,9 +68,9 @@ TRANSITIONS: dict[tuple[State, Happening], Rule[State]] = {
     (_S.ORPHANED, _H.CLOSED): Rule("_ignore", (_S.ORPHANED,)),
     #
     (_S.QUEUED, _H.PLANNED): Rule("_plan", (_S.RUNNING,)),
-    (_S.QUEUED, _H.CANCELLED): Rule("_cancel", _END),
-    (_S.QUEUED, _H.COMPUTE_FAILED): Rule("_fail_compute", _END),
-    (_S.QUEUED, _H.LINK_LOST): Rule("_lose_work", _LOST),
+    (_S.QUEUED, _H.CANCELLED): Rule("_cancel", (_S.RELEASED,)),
+    (_S.QUEUED, _H.COMPUTE_FAILED): Rule("_fail_compute", (_S.RELEASED,)),
+    (_S.QUEUED, _H.LINK_LOST): Rule("_lose_work", (_S.RELEASED,)),
     #
     (_S.RUNNING, _H.PLANNED): Rule("_plan", (_S.RUNNING,)),
     (_S.RUNNING, _H.POSTED): Rule("_finish", (_S.DRAINING, _S.RELEASED)),
@@ -79,27 +78,27 @@ TRANSITIONS: dict[tuple[State, Happening], Rule[State]] = {
     (_S.RUNNING, _H.BATCH_FAILED): Rule("_fail_write", (_S.FAILING, _S.RELEASED)),
     (_S.RUNNING, _H.CANCELLED): Rule("_cancel", _END),
     (_S.RUNNING, _H.COMPUTE_FAILED): Rule("_fail_compute", _END),
-    (_S.RUNNING, _H.LINK_LOST): Rule("_lose_work", _LOST),
+    (_S.RUNNING, _H.LINK_LOST): Rule("_lose_work", (_S.CLOSING, _S.RELEASED)),
     #
     (_S.DRAINING, _H.BATCH_DONE): Rule("_check_quiet", (_S.DRAINING, _S.RELEASED)),
     (_S.DRAINING, _H.BATCH_FAILED): Rule("_fail_write", (_S.FAILING, _S.RELEASED)),
     (_S.DRAINING, _H.CANCELLED): Rule("_ignore", (_S.DRAINING,)),
     (_S.DRAINING, _H.COMPUTE_FAILED): Rule("_ignore", (_S.DRAINING,)),
-    (_S.DRAINING, _H.LINK_LOST): Rule("_lose_work", _LOST),
+    (_S.DRAINING, _H.LINK_LOST): Rule("_lose_work", (_S.CLOSING,)),
     #
     (_S.CANCELLING, _H.PLANNED): Rule("_ignore", (_S.CANCELLING,)),
     (_S.CANCELLING, _H.BATCH_DONE): Rule("_check_quiet", (_S.CANCELLING, _S.RELEASED)),
     (_S.CANCELLING, _H.BATCH_FAILED): Rule("_fail_write", (_S.FAILING, _S.RELEASED)),
     (_S.CANCELLING, _H.CANCELLED): Rule("_ignore", (_S.CANCELLING,)),
     (_S.CANCELLING, _H.COMPUTE_FAILED): Rule("_ignore", (_S.CANCELLING,)),
-    (_S.CANCELLING, _H.LINK_LOST): Rule("_lose_work", _LOST),
+    (_S.CANCELLING, _H.LINK_LOST): Rule("_lose_work", (_S.CLOSING,)),
     #
     (_S.FAILING, _H.PLANNED): Rule("_ignore", (_S.FAILING,)),
     (_S.FAILING, _H.BATCH_DONE): Rule("_check_released", (_S.FAILING, _S.RELEASED)),
     (_S.FAILING, _H.BATCH_FAILED): Rule("_check_released", (_S.FAILING, _S.RELEASED)),
     (_S.FAILING, _H.CANCELLED): Rule("_ignore", (_S.FAILING,)),
     (_S.FAILING, _H.COMPUTE_FAILED): Rule("_ignore", (_S.FAILING,)),
-    (_S.FAILING, _H.LINK_LOST): Rule("_lose_work", _LOST),
+    (_S.FAILING, _H.LINK_LOST): Rule("_lose_work", (_S.CLOSING,)),
     #
     (_S.CLOSING, _H.PLANNED): Rule("_ignore", (_S.CLOSING,)),
     (_S.CLOSING, _H.BATCH_DONE): Rule("_check_released", (_S.CLOSING, _S.RELEASED)),
