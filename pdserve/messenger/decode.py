@@ -20,19 +20,10 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from pdserve.errors import (
-    ContextLengthExceeded,
-    Draining,
-    NoPeer,
-    Overloaded,
-    PdserveError,
-    PeerError,
-    PeerLost,
-    ProtocolError,
-)
+from pdserve.errors import Draining, Overloaded, PdserveError, PeerError, PeerLost, ProtocolError
+from pdserve.messenger.choice import choose, failure, too_late
 from pdserve.messenger.decode_table import FINAL, LIVE, TRANSITIONS, Happening, State
 from pdserve.messenger.events import (
     ArmSlot,
@@ -51,71 +42,15 @@ from pdserve.messenger.events import (
     SlotProgress,
     Submit,
 )
-from pdserve.messenger.facts import NodeFacts
+from pdserve.messenger.fetch import DecodeConfig, DecodeLink, Fetch
 from pdserve.messenger.liveness import Liveness
-from pdserve.messenger.machine import LINK_HANDLERS, Machine, PeerLink
+from pdserve.messenger.machine import LINK_HANDLERS, Machine
 from pdserve.messenger.messages import Accepted, Cancel, Message, Prefill, Quiet, Rejected
 from pdserve.messenger.messages import Failed as FailedMessage
 from pdserve.messenger.runs import TransferPlan, segment_pages
-from pdserve.messenger.slots import Slot, SlotPool
+from pdserve.messenger.slots import SlotPool
 
-
-@dataclass(frozen=True)
-class DecodeConfig:
-    node: NodeFacts
-    heartbeat_s: float = 0.25
-    dead_s: float = 2.0
-    cancel_s: float = 5.0
-    """How long a Cancel may stay unanswered before its link is fenced."""
-    settle_s: float = 2.0
-    """How long slots may stay short of what Quiet says was posted before the link is fenced."""
-    pause_s: float = 0.5
-    """A gap between two calls of `handle` longer than this means that we were paused."""
-    retry_after_s: float = 1.0
-    slots: int = 4096
-    story: int = 512
-
-
-class DecodeLink(PeerLink):
-    """A link to a prefill node. Once not `up` it is being fenced, and goes with `Fenced`."""
-
-    def __init__(self, event: LinkUp, liveness: Liveness) -> None:
-        super().__init__(event, liveness)
-        self.fetches: dict[str, Fetch] = {}
-        self.plans: dict[int, TransferPlan] = {}
-        """By our group: how that peer's pages come to it. Only its counts are used on this side."""
-        self.asked_tokens = 0
-        """Asked since its load was last told."""
-        self.turn = 0
-        """When it was last chosen."""
-
-
-class Fetch:
-    """One submitted request, in its latest attempt."""
-
-    def __init__(self, submit: Submit, expires: float | None) -> None:
-        self.submit = submit
-        self.state = State.NEW
-        self.ended = False
-        """Its user waits no longer."""
-        self.expires = expires
-        self.due: float | None = None
-        self.attempt = 0
-        self.link: DecodeLink | None = None
-        self.slots: list[Slot] = []
-        self.expected: list[int] = []
-        self.counted: list[int] = []
-        self.posted: list[int] | None = None
-        self.tried: set[str] = set()
-        self.rejections: list[Rejected] = []
-
-    @property
-    def request(self) -> str:
-        return self.submit.request
-
-    def missing(self) -> int:
-        """Runs not counted yet, of those expected."""
-        return sum(self.expected) - sum(self.counted)
+__all__ = ["DecodeConfig", "DecodeMachine"]
 
 
 class DecodeMachine(Machine[DecodeLink]):
@@ -293,31 +228,19 @@ class DecodeMachine(Machine[DecodeLink]):
         fetch.state = State.ASKED
 
     def _choose(self, fetch: Fetch) -> DecodeLink | PdserveError:
-        """The open link with the fewest waiting tokens, the longest unused of equals; or the error."""
+        """The link to ask now, or why there is none."""
+        retry_after = self.config.retry_after_s
         if self.draining is not None and not fetch.attempt:
-            return Draining("this node is shutting down", retry_after=self.config.retry_after_s)
-        tokens, pages = len(fetch.submit.tokens), len(fetch.submit.pages)
-        links = [link for link in self._links.values() if link.up and not link.leaving]
-        fitting = [link for link in links if _fits(link.node, tokens, pages)]
-        fresh = [link for link in fitting if link.node.node_id not in fetch.tried]
-        if fetch.rejections and not fresh:
-            return _error_of(fetch.rejections, self.config.retry_after_s)
-        if not links:
-            return NoPeer("no prefill node is reachable", retry_after=self.config.retry_after_s)
-        if not fitting:
-            limit = max(link.node.max_model_len for link in links)
-            return ContextLengthExceeded(
-                f"the prompt has {tokens} tokens; no prefill node takes it (the longest takes {limit})"
-            )
-        if self._slots.free < -(-pages // self._segment_pages):
-            return Overloaded(
-                f"all {self.config.slots} imm slots are in use", retry_after=self.config.retry_after_s
-            )
-        best = min(fresh, key=lambda link: (link.load.waiting_tokens + link.asked_tokens, link.turn))
+            return Draining("this node is shutting down", retry_after=retry_after)
+        choice = choose(fetch, self._links.values(), retry_after)
+        if isinstance(choice, PdserveError):
+            return choice
+        if self._slots.free < -(-len(fetch.submit.pages) // self._segment_pages):
+            return Overloaded(f"all {self.config.slots} imm slots are in use", retry_after=retry_after)
         self._order += 1
-        best.turn = self._order
-        best.asked_tokens += tokens
-        return best
+        choice.turn = self._order
+        choice.asked_tokens += len(fetch.submit.tokens)
+        return choice
 
     def _arm(self, fetch: Fetch, link: DecodeLink) -> None:
         """Expect the request's runs from this link. Its slots are armed before it can hear of them."""
@@ -387,7 +310,7 @@ class DecodeMachine(Machine[DecodeLink]):
 
     def _cancel_expired(self, fetch: Fetch, _: Any) -> None:
         assert fetch.link is not None
-        self._end(fetch, _too_late(fetch))
+        self._end(fetch, too_late(fetch))
         self._send(fetch.link, Cancel(fetch.request, fetch.attempt))
         self._wait(fetch, State.CANCELLING, self.config.cancel_s)
 
@@ -397,7 +320,7 @@ class DecodeMachine(Machine[DecodeLink]):
         fetch.state = State.SETTLING
 
     def _expire_landing(self, fetch: Fetch, _: Any) -> None:
-        self._end(fetch, _too_late(fetch))
+        self._end(fetch, too_late(fetch))
         fetch.state = State.SETTLING
 
     def _hear_quiet(self, fetch: Fetch, message: Quiet) -> None:
@@ -412,7 +335,7 @@ class DecodeMachine(Machine[DecodeLink]):
             self._settle(fetch, message)
 
     def _hear_failed(self, fetch: Fetch, message: FailedMessage) -> None:
-        self._end(fetch, _failure(message))
+        self._end(fetch, failure(message))
         self._settle(fetch, message)
 
     def _settle(self, fetch: Fetch, message: Quiet | FailedMessage) -> None:
@@ -552,34 +475,3 @@ HAPPENING_OF: dict[type[Any], Happening] = {
 
 def _pages(fetches: list[Fetch]) -> int:
     return sum(len(fetch.submit.pages) for fetch in fetches)
-
-
-def _fits(node: NodeFacts, tokens: int, pages: int) -> bool:
-    return tokens <= node.max_model_len and any(pages < group.num_pages for group in node.groups)
-
-
-def _too_late(fetch: Fetch) -> PdserveError:
-    return Overloaded(
-        f"the prompt was not prefilled within {fetch.submit.deadline_s:.1f} s", code="deadline_exceeded"
-    )
-
-
-def _failure(message: FailedMessage) -> PdserveError:
-    error = PeerError(f"the prefill node failed the request: {message.code}: {message.reason}")
-    error.retry_after = message.retry_after
-    return error
-
-
-def _error_of(rejections: list[Rejected], retry_after: float) -> PdserveError:
-    """What all peers' refusals come to: the most hopeful of them."""
-    busy = [r for r in rejections if r.code in ("overloaded", "draining")]
-    if busy:
-        waits = [r.retry_after for r in busy if r.retry_after is not None]
-        text = "; ".join(f"{r.code}: {r.reason}" for r in busy)
-        return Overloaded(
-            f"no prefill node takes the request: {text}", retry_after=min(waits, default=retry_after)
-        )
-    last = rejections[-1]
-    if last.code == "too_long":
-        return ContextLengthExceeded(f"the prefill node refused the prompt: {last.reason}")
-    return PeerError(f"the prefill node refused the request: {last.code}: {last.reason}")
