@@ -140,6 +140,7 @@ class WorkerProcess:
         when the process has ended (been reaped) and `stop` was not called; not for a failure before this
         returns. `on_stderr` gets the worker's stderr by line; by default they go to this process's stderr
         after `[name] `. `env` is added to the worker's environment; `command` gets `--fd N` appended.
+        The worker dies with the thread that calls this (prctl(2), PR_SET_PDEATHSIG): the loop's own.
 
         Raises WorkerError where the worker can't be started or ends before Ready, saying why. There is no
         time limit: wrap it in `asyncio.timeout`. Cancelling kills the worker and closes everything.

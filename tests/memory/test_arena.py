@@ -105,15 +105,18 @@ def test_create_refuses_a_length_that_cannot_be(length: int) -> None:
     assert open_files() == files
 
 
-@pytest.mark.parametrize("kind", ["slice", "ctypes", "cast"])
+USERS: dict[str, Callable[[memoryview], object]] = {
+    "slice": lambda buffer: buffer[8:16],
+    "ctypes": lambda buffer: (ctypes.c_char * 8).from_buffer(buffer),
+    "cast": lambda buffer: buffer.cast("Q"),
+}
+
+
+@pytest.mark.parametrize("kind", USERS)
 def test_close_waits_for_those_who_use_the_buffer(kind: str) -> None:
     arenas = open_arenas()
     arena = MemfdArena.create(1 << 16, "test")
-    users: list[object] = {
-        "slice": lambda: [arena.buffer[8:16]],
-        "ctypes": lambda: [(ctypes.c_char * 8).from_buffer(arena.buffer)],
-        "cast": lambda: [arena.buffer.cast("Q")],
-    }[kind]()
+    users = [USERS[kind](arena.buffer)]
     with pytest.raises(BufferError, match="still in use"):
         arena.close()
     assert open_arenas() == arenas + 1
