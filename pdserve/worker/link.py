@@ -106,7 +106,7 @@ class WorkerProcess:
         self._loop = asyncio.get_running_loop()
         self._became_ready: asyncio.Future[None] = self._loop.create_future()
         self._ended = asyncio.Event()
-        self._stderr = StderrPipe(on_stderr)
+        self._stderr = StderrPipe(lambda line: self._call(on_stderr, line))
         self._decoder = FrameDecoder()
         self._descriptors: list[int] = []
         self._unsent: deque[memoryview] = deque()
@@ -139,7 +139,8 @@ class WorkerProcess:
         `on_result` gets each plan's result, in order. `on_exit` is called exactly once, with a WorkerExited,
         when the process has ended (been reaped) and `stop` was not called; not for a failure before this
         returns. `on_stderr` gets the worker's stderr by line; by default they go to this process's stderr
-        after `[name] `. `env` is added to the worker's environment; `command` gets `--fd N` appended.
+        after `[name] `. `env` is the worker's whole environment, None this process's; `command` gets
+        `--fd N` appended.
         The worker dies with the thread that calls this (prctl(2), PR_SET_PDEATHSIG): the loop's own.
 
         Raises WorkerError where the worker can't be started or ends before Ready, saying why. There is no
@@ -238,7 +239,7 @@ class WorkerProcess:
                     pass_fds=(theirs.fileno(),),
                     close_fds=True,
                     start_new_session=True,
-                    env=None if env is None else {**os.environ, **env},
+                    env=env,
                 )
             except OSError as error:
                 self._socket.close()

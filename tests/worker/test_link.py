@@ -368,8 +368,21 @@ async def test_a_callback_that_raises_loses_nothing() -> None:
     await link.stop()
 
 
-async def test_the_environment_is_added_to() -> None:
+async def test_a_broken_stderr_reader_does_not_hide_the_end() -> None:
     node = Node()
-    script = "import os, sys; sys.exit(os.environ['EXTRA'] + ' ' + str('PATH' in os.environ))"
-    with pytest.raises(WorkerExited, match="status 1; its last words: yes True"):
+    told: list[dict[str, Any]] = []
+    asyncio.get_running_loop().set_exception_handler(lambda loop, context: told.append(context))
+
+    def on_stderr(line: str) -> None:
+        raise BrokenPipeError(line)
+
+    with pytest.raises(WorkerExited, match="exited with status 3"):
+        await node.start("exit_3", on_stderr=on_stderr)
+    assert len(told) == 32
+
+
+async def test_the_environment_is_the_one_given() -> None:
+    node = Node()
+    script = "import os, sys; sys.exit(os.environ['EXTRA'] + ' ' + str('HOME' in os.environ))"
+    with pytest.raises(WorkerExited, match="status 1; its last words: yes False"):
         await node.start("", command=[sys.executable, "-c", script], env={"EXTRA": "yes"})
