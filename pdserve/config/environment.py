@@ -10,7 +10,7 @@ PREFIX = "PDSERVE_"
 
 OTHER_VARIABLES = frozenset({"PDSERVE_CACHE_DIR", "PDSERVE_PYTHON", "PDSERVE_TORCH_INDEX"})
 """Names with our prefix that are no field of the configuration: where caches live, and where `tools/setup`
-looks for torch."""
+looks for Python and for torch."""
 
 
 def variables(environ: Mapping[str, str] | None = None) -> dict[str, str]:
