@@ -2,7 +2,7 @@
 
 from pdserve.config.check import check, is_loopback, warnings
 from pdserve.config.environment import cache_directory, notify_socket, variables, watchdog_interval
-from pdserve.config.load import Setting, load_config, render
+from pdserve.config.load import Setting, load_config, render, resolve, secret_variables
 from pdserve.config.schema import (
     ClusterConfig,
     EngineConfig,
@@ -30,6 +30,8 @@ __all__ = [
     "load_config",
     "notify_socket",
     "render",
+    "resolve",
+    "secret_variables",
     "variables",
     "warnings",
     "watchdog_interval",

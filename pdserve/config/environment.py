@@ -8,9 +8,9 @@ from pathlib import Path
 
 PREFIX = "PDSERVE_"
 
-OTHER_VARIABLES = frozenset({"PDSERVE_CACHE_DIR", "PDSERVE_TORCH_INDEX"})
+OTHER_VARIABLES = frozenset({"PDSERVE_CACHE_DIR", "PDSERVE_PYTHON", "PDSERVE_TORCH_INDEX"})
 """Names with our prefix that are no field of the configuration: where caches live, and where `tools/setup`
-looks for torch."""
+looks for Python and for torch."""
 
 
 def variables(environ: Mapping[str, str] | None = None) -> dict[str, str]:

@@ -51,9 +51,18 @@ def load_config(
     """The configuration of a node. Reads `file` and, where named, the secret's file; nothing else.
 
     `env`: the variables to look at (`environment.variables()`), none by default. Raises `ConfigError` with
-    source, value and limit for an unknown name, a wrong type, a value out of range, or values that do not
-    go together.
+    source, value and limit for an unknown name, a wrong type, a value out of range, or values that do not go
+    together.
     """
+    return resolve(file, env, flags)[0]
+
+
+def resolve(
+    file: Path | str | None = None,
+    env: Mapping[str, str] | None = None,
+    flags: Sequence[Setting] = (),
+) -> tuple[NodeConfig, dict[str, str]]:
+    """As `load_config`, and where each value that is not a default came from, by `section.field`."""
     merged: dict[str, Setting] = {}
     for setting in [
         *(_file_settings(Path(file)) if file is not None else ()),
@@ -66,12 +75,22 @@ def load_config(
     for key, setting in merged.items():
         field = fields()[key]
         values.setdefault(field.section, {})[field.name] = _convert(field, setting)
-    config = msgspec.convert(values, NodeConfig)
-    return check(config, {key: setting.source for key, setting in merged.items()})
+    sources = {key: setting.source for key, setting in merged.items()}
+    return check(msgspec.convert(values, NodeConfig), sources), sources
 
 
-def render(config: NodeConfig) -> str:
-    """The whole configuration as TOML, secrets redacted. Fields that hold nothing are comments."""
+def secret_variables(config: NodeConfig) -> dict[str, str]:
+    """The secrets of `config` as environment variables, for a node that this process starts."""
+    values = {field: getattr(getattr(config, field.section), field.name) for field in fields().values()}
+    return {field.variable: value for field, value in values.items() if field.secret and value is not None}
+
+
+def render(config: NodeConfig, *, for_child: bool = False) -> str:
+    """The whole configuration as TOML, secrets redacted. Fields that hold nothing are comments.
+
+    `for_child`: as a file that a node can load. The secrets are left out, for they travel in the environment
+    (`secret_variables`).
+    """
     lines: list[str] = []
     section = ""
     for field in fields().values():
@@ -79,8 +98,8 @@ def render(config: NodeConfig) -> str:
             section = field.section
             lines += ["", f"[{section}]"] if lines else [f"[{section}]"]
         value = getattr(getattr(config, field.section), field.name)
-        if value is None:
-            lines.append(f"# {field.name}: none")
+        if value is None or (for_child and (field.secret or field.key == "cluster.secret_file")):
+            lines.append(f"# {field.name}: {'none' if value is None else 'not in this file'}")
         else:
             shown = _toml(_REDACTED if field.secret else value)
             lines.append(f"{field.name} = {shown}")

@@ -34,12 +34,13 @@ class Batch:
         """Sequences that have ended and that no plan has named as finished yet."""
         return len(self._untold)
 
-    def enter(self, request: Request) -> None:
-        """Give a row to a request. One whose KV lacks nothing but the last prompt token's starts decoding."""
-        if not request.prefill_only and request.scheduled == len(request.prompt) - 1:
-            self._decoding[request.id] = request
-        else:
-            self._prefilling[request.id] = request
+    def prefill(self, request: Request) -> None:
+        """Give a row to a request whose prompt is to be computed here."""
+        self._prefilling[request.id] = request
+
+    def decode(self, request: Request) -> None:
+        """Give a row to a request whose KV lacks nothing but its last prompt token's."""
+        self._decoding[request.id] = request
 
     def leave(self, request: Request) -> None:
         """Take the row back."""
@@ -52,7 +53,7 @@ class Batch:
     def fill(self, step: StepBuilder) -> None:
         """Plan a step: a decode token of each sequence first, then prompt chunks in order of admission.
 
-        The first chunk that does not fit ends the step: nobody overtakes.
+        The first prompt that does not fit to its end is the last: nobody overtakes.
         """
         for request in self._decoding.values():
             if request.samples_planned < request.max_tokens:
@@ -61,9 +62,10 @@ class Batch:
         for id, request in self._prefilling.items():
             if request.scheduled == len(request.prompt):  # prefill-only, waits for its last step to end
                 continue
-            if not step.chunk(request):
+            step.chunk(request)
+            if request.scheduled < len(request.prompt):
                 break
-            if request.scheduled == len(request.prompt) and not request.prefill_only:
+            if not request.prefill_only:
                 done.append(id)
         for id in done:
             self._decoding[id] = self._prefilling.pop(id)

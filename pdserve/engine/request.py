@@ -11,7 +11,8 @@ A one-token prompt has nothing to receive and goes to READY at once. EOS, the to
 
 Cancellation cannot stop a peer's writes. A request that ends while RECEIVING leaves its destination pages
 QUARANTINED: nobody waits for it any more, but its pages are not free until the messenger has proof that
-nothing can land in them. Late news of it (`received`, `receive_ended`, another cancel) change nothing.
+nothing can land in them: `pages_safe`, or `received` where the cancel crossed with it (every write that was
+expected has been counted). Other late news change nothing.
 
 A prefill-only request is RUNNING while chunks are left, and SENDING from the end of its last chunk's step
 until the messenger has seen every write complete. A cancel while RUNNING moves it to SENDING too: no more
@@ -79,7 +80,7 @@ TRANSITIONS: dict[tuple[Phase, str], Phase] = {
     (Phase.SENDING, "cancel_compute"): Phase.SENDING,
     (Phase.SENDING, "release"): Phase.FINISHED,
     (Phase.QUARANTINED, "pages_safe"): Phase.FINISHED,
-    (Phase.QUARANTINED, "received"): Phase.QUARANTINED,
+    (Phase.QUARANTINED, "received"): Phase.FINISHED,
     (Phase.QUARANTINED, "receive_ended"): Phase.QUARANTINED,
     (Phase.QUARANTINED, "cancel"): Phase.QUARANTINED,
 }

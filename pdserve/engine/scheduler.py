@@ -141,6 +141,7 @@ class Scheduler:
         token into `request.destination`. The head of the queue blocks the rest: small requests never overtake
         a large one for ever.
         """
+        self._fill_rows()
         receiving: list[Request] = []
         while (request := self._queue.head()) is not None and self._has_place():
             pages = self.config.pages_for(len(request.prompt))
@@ -156,13 +157,18 @@ class Scheduler:
             request.admitted_at = now
             if request.phase is Phase.RECEIVING:
                 receiving.append(request)
-        self._fill_rows()
         return receiving
 
     def received(self, id: str, now: float) -> bool:
-        """All of the request's KV has arrived. False, and no change, where nobody waits for it any more."""
+        """All of the request's KV has arrived. False where nobody waits for it any more.
+
+        After a cancel it proves that the quarantined pages are safe: the peer has nothing left to write.
+        """
         request = self._requests.get(id)
-        if request is None or request.advance("received") is not Phase.READY:
+        if request is None:
+            return False
+        if request.advance("received") is Phase.FINISHED:
+            self._end_quarantine(request)
             return False
         del self._receiving[id]
         self._pages.received(request.destination)
@@ -192,8 +198,7 @@ class Scheduler:
         if request is None:
             return
         request.advance("pages_safe")
-        del self._quarantined[id], self._requests[id]
-        self._pages.safe(request.destination)
+        self._end_quarantine(request)
 
     def cancel(self, id: str, now: float) -> Phase:
         """End a request in any phase; idempotent. Returns its phase afterwards.
@@ -367,7 +372,7 @@ class Scheduler:
         """Move an admitted request to the phase where it gets its KV."""
         if self.config.role is not Role.DECODE:
             request.advance("admit")
-            self._batch.enter(request)
+            self._batch.prefill(request)
         elif len(request.prompt) == 1:
             request.advance("admit_ready")
             self._ready[request.id] = request
@@ -384,7 +389,7 @@ class Scheduler:
             id, request = next(iter(self._ready.items()))
             request.advance("row")
             del self._ready[id]
-            self._batch.enter(request)
+            self._batch.decode(request)
 
     def _note_cancelled(self, request: Request) -> None:
         request.cancelled = True
@@ -431,3 +436,7 @@ class Scheduler:
         rest = request.pages[request.destination_count :]
         del request.pages[request.destination_count :]
         self._pages.release(rest, request.last_step)
+
+    def _end_quarantine(self, request: Request) -> None:
+        del self._quarantined[request.id], self._requests[request.id]
+        self._pages.safe(request.destination, request.last_step)

@@ -47,8 +47,8 @@ class StepBuilder:
         self.decode_tokens += 1
         self._add(request, 1, True, more)
 
-    def chunk(self, request: Request) -> bool:
-        """As much of the prompt as the budget allows; False where that is nothing.
+    def chunk(self, request: Request) -> None:
+        """As much of the prompt as the budget allows, which may be nothing.
 
         A prefill-only chunk ends at a page boundary or with the prompt, so that a page leaves once, complete.
         """
@@ -60,14 +60,13 @@ class StepBuilder:
         if request.prefill_only and not last:
             count -= (start + count) % page_size
         if count <= 0:
-            return False
+            return
         if request.prefill_only:
             first = start // page_size
             end = self._config.pages_for(start + count)
             self._chunks.append(Chunk(request.id, first, request.pages[first:end], last))
         self.prompt_tokens += count
         self._add(request, count, last and not request.prefill_only, [])
-        return True
 
     def build(self, finished: list[int]) -> Scheduled:
         plan = Plan(

@@ -66,6 +66,9 @@ class MemfdArena:
         try:
             _check_memfd(fd, length)
             self._map = mmap.mmap(fd, length, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+        except OSError as error:
+            os.close(fd)
+            raise WorkerError(f"cannot map an arena of {length} bytes: {error}") from error
         except BaseException:
             os.close(fd)
             raise
@@ -87,7 +90,7 @@ class MemfdArena:
             os.ftruncate(fd, length)
             if seal:
                 fcntl.fcntl(fd, fcntl.F_ADD_SEALS, SEALS)
-        except OSError as error:
+        except (OSError, OverflowError) as error:
             os.close(fd)
             raise WorkerError(f"cannot size an arena of {length} bytes: {error}") from error
         return cls(fd, length)

@@ -64,6 +64,8 @@ class NodeFacts(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
             raise ConfigError(
                 f"segment_tokens {self.segment_tokens} is not a multiple of page_size {self.page_size}"
             )
+        if len({group.tp for group in self.groups}) > 1:
+            raise ConfigError(f"groups of {[group.tp for group in self.groups]} ranks; all must have as many")
         for group in range(len(self.groups)):
             self.geometry(group)
 

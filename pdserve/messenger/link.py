@@ -10,8 +10,8 @@ datagrams, the last of which is flagged; the receiver puts numbers back in order
 `echo`: the last number received without a gap before it. `granted`: the highest number the peer may send.
 A receiver has `window` buffers for numbered datagrams and grants as it delivers; a pure ack (kind ACK)
 carries only these two fields, has no number and costs no credit, so two links can't starve each other. The
-MAC is keyed BLAKE2b over a direction byte and everything before it: nothing can be altered, reflected, or moved
-between links. What fails it changes nothing here.
+MAC is keyed BLAKE2b over a direction byte and everything before it: nothing can be altered, reflected, or
+moved between links. What fails it changes nothing here.
 """
 
 from __future__ import annotations

@@ -38,16 +38,32 @@ class Run:
 
 class WriteTable:
     """The writes of one chunk from one source rank to one destination rank, for the first layer of a cache
-    group: flat rows of (src_offset, dst_offset, length, imm). Compared by identity.
+    group: flat rows of (src_offset, dst_offset, length, imm). Layer i of the group is at the same offsets
+    plus i times `src_stride` and `dst_stride`. Compared by identity.
 
     `posted[segment]`: runs these rows stand for, by segment of the request. `native`: the shell's place to
     keep what it made of the rows; it lives and dies with the table.
     """
 
-    __slots__ = ("cache_group", "dst_group", "dst_rank", "native", "posted", "rows", "runs", "src_rank")
+    __slots__ = (
+        "cache_group",
+        "dst_group",
+        "dst_rank",
+        "dst_stride",
+        "native",
+        "posted",
+        "rows",
+        "runs",
+        "src_rank",
+        "src_stride",
+    )
 
-    def __init__(self, cache_group: int, src_rank: int, dst_group: int, dst_rank: int) -> None:
+    def __init__(
+        self, cache_group: int, src_rank: int, dst_group: int, dst_rank: int, src_stride: int, dst_stride: int
+    ) -> None:
         self.cache_group = cache_group
+        self.src_stride = src_stride
+        self.dst_stride = dst_stride
         self.src_rank = src_rank
         self.dst_group = dst_group
         self.dst_rank = dst_rank
@@ -174,7 +190,14 @@ class TransferPlan:
         for run in self.runs[group]:
             pairs.setdefault((run.src_rank, run.dst_rank), []).append(run)
         for (src_rank, dst_rank), runs in pairs.items():
-            table = WriteTable(group, src_rank, self.dst_group, dst_rank)
+            table = WriteTable(
+                group,
+                src_rank,
+                self.dst_group,
+                dst_rank,
+                self.source.layer_bytes(group, src_rank),
+                self.destination.layer_bytes(group, dst_rank),
+            )
             src_base = self.source.group_offset(group, src_rank)
             dst_base = self.destination.group_offset(group, dst_rank)
             src_page = self.source.page_bytes(group, src_rank)
@@ -188,13 +211,6 @@ class TransferPlan:
                     )
             if table.runs:
                 yield table
-
-    def shifts(self, group: int, layer: int, table: WriteTable) -> tuple[int, int]:
-        """What to add to a table's source and destination offsets for the `layer`-th layer of its group."""
-        return (
-            layer * self.source.layer_bytes(group, table.src_rank),
-            layer * self.destination.layer_bytes(group, table.dst_rank),
-        )
 
 
 def turns(source: Geometry) -> int:

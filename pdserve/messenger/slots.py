@@ -10,8 +10,8 @@ First in, first out, so that a slot rests as long as possible before its next ge
 from __future__ import annotations
 
 from collections import deque
+from dataclasses import dataclass
 from enum import Enum
-from typing import NamedTuple
 
 from pdserve.messenger.imm import GENERATIONS, SLOTS, base
 
@@ -25,7 +25,8 @@ class SlotState(Enum):
     """Its request has ended, but a peer may still write to it."""
 
 
-class Slot(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Slot:
     index: int
     generation: int
 

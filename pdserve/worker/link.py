@@ -12,8 +12,8 @@ Everything happens in loop callbacks (add_reader, add_writer); there is no task 
 by itself when its socket ends or its parent dies, so a node that's killed leaves no orphan.
 
 Who owns what. The link owns the process, its socket, its stderr and its pidfd, and closes them when the
-process has ended. The arena, the counter and the tick eventfd outlive it: their users (fabric regions, a loop's
-reader) have to let go first, then `stop` closes them.
+process has ended. The arena, the counter and the tick eventfd outlive it: their users (fabric regions, a
+loop's reader) have to let go first, then `stop` closes them.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ class WorkerProcess:
         self._loop = asyncio.get_running_loop()
         self._became_ready: asyncio.Future[None] = self._loop.create_future()
         self._ended = asyncio.Event()
-        self._stderr = StderrPipe(on_stderr)
+        self._stderr = StderrPipe(lambda line: self._call(on_stderr, line))
         self._decoder = FrameDecoder()
         self._descriptors: list[int] = []
         self._unsent: deque[memoryview] = deque()
@@ -115,6 +115,8 @@ class WorkerProcess:
         self._submitted = 0
         self._fatal: Fatal | None = None
         self._cause: str | None = None
+        self._exit_error: WorkerExited
+        self._started = False
         self._stopping = False
         self._released = False
         self._grace: asyncio.TimerHandle | None = None
@@ -137,7 +139,9 @@ class WorkerProcess:
         `on_result` gets each plan's result, in order. `on_exit` is called exactly once, with a WorkerExited,
         when the process has ended (been reaped) and `stop` was not called; not for a failure before this
         returns. `on_stderr` gets the worker's stderr by line; by default they go to this process's stderr
-        after `[name] `. `env` is added to the worker's environment; `command` gets `--fd N` appended.
+        after `[name] `. `env` is the worker's whole environment, None this process's; `command` gets
+        `--fd N` appended.
+        The worker dies with the thread that calls this (prctl(2), PR_SET_PDEATHSIG): the loop's own.
 
         Raises WorkerError where the worker can't be started or ends before Ready, saying why. There is no
         time limit: wrap it in `asyncio.timeout`. Cancelling kills the worker and closes everything.
@@ -154,6 +158,9 @@ class WorkerProcess:
         try:
             link._send(init)
             await link._became_ready
+            if link.state is not State.READY:  # it said Ready and died before we got here
+                await link._ended.wait()
+                raise link._exit_error
         except BaseException:
             link._stopping = True
             link._kill()
@@ -162,6 +169,7 @@ class WorkerProcess:
             finally:
                 link._release()
             raise
+        link._started = True
         return link
 
     def submit(self, plan: Plan) -> None:
@@ -231,7 +239,7 @@ class WorkerProcess:
                     pass_fds=(theirs.fileno(),),
                     close_fds=True,
                     start_new_session=True,
-                    env=None if env is None else {**os.environ, **env},
+                    env=env,
                 )
             except OSError as error:
                 self._socket.close()
@@ -269,13 +277,13 @@ class WorkerProcess:
         if self._grace is not None:
             self._grace.cancel()
         self.state = State.ENDED
-        self._ended.set()
         if self._released:
             _open.discard(id(self))
+        self._ended.set()
         self._report(returncode)
 
     def _report(self, returncode: int) -> None:
-        error = WorkerExited(
+        self._exit_error = WorkerExited(
             f"worker {self.name} (pid {self.pid})",
             returncode,
             cause=self._cause,
@@ -283,10 +291,10 @@ class WorkerProcess:
             stderr=self._stderr.last_lines,
         )
         if not self._became_ready.done():
-            self._became_ready.set_exception(error)
-        elif not self._stopping:
+            self._became_ready.set_exception(self._exit_error)
+        elif self._started and not self._stopping:
             self._stopping = True
-            self._call(self._on_exit, error)
+            self._call(self._on_exit, self._exit_error)
 
     def _condition(self) -> str:
         if self.state is State.READY:

@@ -151,6 +151,7 @@ class Rank:
             kv_dtype=kv_dtype,
             on_layer=self._ticks.layer_done,
         )
+        self._next_step = 0
         self._runner.warm_up()
         gc.collect()
         gc.freeze()  # what is loaded stays: later collections look at a step's garbage alone
@@ -169,9 +170,12 @@ class Rank:
         channel.send(ready, [self._arena.fileno(), self._counter.fileno(), self._event_fd])
 
     def step(self, plan: Plan) -> StepResult:
-        """Execute a plan. Raises StepFailed or MemoryError: the persistent batch is lost then."""
+        """Execute a plan. Raises StepFailed (the persistent batch is lost then) or NodeGone."""
         started = time.monotonic_ns()
         try:
+            if plan.step != self._next_step:
+                raise FrameError(f"step {plan.step} came where step {self._next_step} was due")
+            self._next_step += 1
             self._ticks.begin(plan)
             outputs = self._runner.execute(plan)
             self._ticks.end()
@@ -203,10 +207,12 @@ def _num_pages(init: Init, bytes_of_all_layers: int) -> int:
     """Pages of the arena. Raises ConfigError where they're too few, or more than the memory there is."""
     num_pages = init.num_pages or init.kv_cache_memory_bytes // bytes_of_all_layers
     if num_pages < 2:
+        budget = f"kv_cache_memory_bytes {init.kv_cache_memory_bytes} holds {num_pages} pages of "
+        asked = f"num_pages is {num_pages}, of "
         raise ConfigError(
-            f"kv_cache_memory_bytes {init.kv_cache_memory_bytes} holds {num_pages} pages of "
-            f"{bytes_of_all_layers} bytes; at least 2 are needed, one of them for padding",
-            param="kv_cache_memory_bytes",
+            f"{asked if init.num_pages else budget}{bytes_of_all_layers} bytes each; "
+            "at least 2 are needed, one of them for padding",
+            param="num_pages" if init.num_pages else "kv_cache_memory_bytes",
         )
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     if num_pages * bytes_of_all_layers > memory:
