@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
+from typing import NoReturn
 from types import TracebackType
 
 from tqdm import tqdm
@@ -19,7 +20,7 @@ class LoadingBar:
     def __init__(self, name: str) -> None:
         self._name = name
         self._terminal = sys.stderr.isatty()
-        self._bar: tqdm[None] | None = None
+        self._bar: tqdm[NoReturn] | None = None
 
     def progress(self, progress: LoadProgress) -> None:
         """Weights loaded so far."""

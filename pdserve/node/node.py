@@ -32,7 +32,7 @@ from pdserve.engine.scheduler import Scheduler
 from pdserve.errors import Draining, InternalError, PdserveError, WorkerError
 from pdserve.fabric import Fabric, ImmCounters
 from pdserve.fabric import FabricConfig as FabricOptions
-from pdserve.http.app import build_app
+from pdserve.http.app import build_app, make_runner
 from pdserve.http.config import HttpConfig
 from pdserve.http.frontend import Health
 from pdserve.messenger.decode import DecodeConfig, DecodeMachine
@@ -51,7 +51,7 @@ from pdserve.node.tracing import fetch_merged
 from pdserve.node.watcher import LayerWatcher
 from pdserve.observe.metrics import NodeMetrics
 from pdserve.observe.trace import TraceStore
-from pdserve.text import Tokenizer
+from pdserve.text.tokenizer import Tokenizer
 from pdserve.worker.link import WorkerProcess
 from pdserve.worker.protocol import Init
 
@@ -191,12 +191,12 @@ class Node:
         http = HttpConfig(
             api_keys=keys,
             max_body_bytes=config.server.max_body_bytes,
-            shutdown_timeout=config.server.shutdown_timeout,
+            shutdown_timeout=1.0,  # what runs has had its time in `_drain`
         )
         app = build_app(self.frontend, tokenizer, http, self.metrics)
         if self.hello_server is not None:
             self.hello_server.add_routes(app)
-        runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=1.0)
+        runner = make_runner(app, http)
         await runner.setup()
         stack.push_async_callback(runner.cleanup)
         site = web.TCPSite(runner, config.server.host, config.server.port)

@@ -26,7 +26,11 @@ def node_config(
     role: str, model: Path | str, *, peers: tuple[str, ...] = (), mode: str = "auto", **engine: Any
 ) -> NodeConfig:
     """A node of the tests: batch-invariant, on free ports of the loopback interface."""
-    options: dict[str, Any] = {"batch_invariant": True, "max_num_seqs": 32, "kv_cache_memory_bytes": 256 << 20}
+    options: dict[str, Any] = {
+        "batch_invariant": True,
+        "max_num_seqs": 32,
+        "kv_cache_memory_bytes": 256 << 20,
+    }
     options.update(engine)
     max_model_len = options.pop("max_model_len", 2048)
     cluster = options.pop("cluster", {})
