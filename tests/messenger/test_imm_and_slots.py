@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
@@ -76,6 +76,7 @@ class SlotLife(RuleBasedStateMachine):
 
 
 TestSlotLife = SlotLife.TestCase
+TestSlotLife.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)
 
 
 def test_slots_rest_as_long_as_possible() -> None:
