@@ -11,7 +11,7 @@ from pdserve.messenger.messages import Failed, Rejected
 
 
 def choose(fetch: Fetch, all_links: Iterable[DecodeLink], retry_after: float) -> DecodeLink | PdserveError:
-    """The open link, not asked yet, with the fewest waiting tokens (the longest unused of equals); or the error.
+    """The open link not asked yet with the fewest waiting tokens (of equals the longest unused); or why none.
 
     What was asked since a peer last told its load is added to it, so that a burst spreads.
     """

@@ -18,6 +18,7 @@ Text = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
 Positive = Annotated[int, msgspec.Meta(ge=1, lt=1 << 53)]
 Natural = Annotated[int, msgspec.Meta(ge=0, lt=1 << 53)]
 U64 = Annotated[int, msgspec.Meta(ge=0)]
+"""msgpack carries nothing larger."""
 
 
 class GroupFacts(msgspec.Struct, frozen=True, array_like=True):

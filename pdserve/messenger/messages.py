@@ -29,7 +29,7 @@ U32 = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
 Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 53)]
 RequestId = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
 Reason = Annotated[str, msgspec.Meta(max_length=1024)]
-Seconds = Annotated[float, msgspec.Meta(ge=0)]
+Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e9)]
 
 
 class Load(msgspec.Struct, frozen=True, array_like=True):

@@ -67,12 +67,12 @@ TRANSITIONS: dict[tuple[State, Happening], Rule[State]] = {
     (_S.ORPHANED, _H.REFUSED): Rule("_reject", (_S.REFUSED,)),
     (_S.ORPHANED, _H.CLOSED): Rule("_ignore", (_S.ORPHANED,)),
     #
-    (_S.QUEUED, _H.PLANNED): Rule("_plan", (_S.RUNNING,)),
+    (_S.QUEUED, _H.PLANNED): Rule("_plan", (_S.RUNNING, _S.DRAINING)),
     (_S.QUEUED, _H.CANCELLED): Rule("_cancel", (_S.RELEASED,)),
     (_S.QUEUED, _H.COMPUTE_FAILED): Rule("_fail_compute", (_S.RELEASED,)),
     (_S.QUEUED, _H.LINK_LOST): Rule("_lose_work", (_S.RELEASED,)),
     #
-    (_S.RUNNING, _H.PLANNED): Rule("_plan", (_S.RUNNING,)),
+    (_S.RUNNING, _H.PLANNED): Rule("_plan", (_S.RUNNING, _S.DRAINING)),
     (_S.RUNNING, _H.POSTED): Rule("_finish", (_S.DRAINING, _S.RELEASED)),
     (_S.RUNNING, _H.BATCH_DONE): Rule("_ignore", (_S.RUNNING,)),
     (_S.RUNNING, _H.BATCH_FAILED): Rule("_fail_write", (_S.FAILING, _S.RELEASED)),
