@@ -1,8 +1,8 @@
 """64-bit words in memory shared between processes, with release stores and acquire loads.
 
-What a writer stored before a release store is visible to a reader that has seen the value with an acquire load
-(C11, 7.17.3). Python's own reads and writes of a shared mapping promise no such thing. Nothing here loads
-libfabric.
+What a writer stored before a release store is visible to a reader that has seen the value with an acquire
+load (C11, 7.17.3). Python's own reads and writes of a shared mapping promise no such thing. Nothing here
+loads libfabric.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ def _word(buffer: ReadableBuffer, offset: int, *, writable: bool) -> tuple[Any, 
 
 
 def store_release(buffer: WriteableBuffer, offset: int, value: int) -> None:
-    """Store `value` (0..2**64-1) as the native-endian word at byte `offset` of `buffer`, with release order."""
+    """Store `value` (0..2**64-1) as the native-endian word at byte `offset` of `buffer`, with release
+    order."""
     if not 0 <= value <= _MAX:
         raise ValueError(f"value {value} is outside 0..{_MAX}")
     view, address = _word(buffer, offset, writable=True)

@@ -4,16 +4,15 @@ Build in place, from the root of the source tree:
 
     python pdserve/fabric/build_core.py
 
-`pip install` builds the same module through `cffi_modules` in pyproject.toml. Needs a C compiler and libfabric's
-headers (`libfabric-dev`); the library itself is looked up when a fabric is opened, never linked. The module
-keeps to Python's stable ABI, so one binary serves every supported Python.
+`pip install` builds the same module through `cffi_modules` in pyproject.toml. Needs a C compiler and
+libfabric's headers (`libfabric-dev`); the library itself is looked up when a fabric is opened, never linked.
+The module keeps to Python's stable ABI, so one binary serves every supported Python.
 """
 
 from __future__ import annotations
 
 import os
 import re
-import sys
 from pathlib import Path
 
 from cffi import FFI
@@ -54,14 +53,13 @@ def _build_in_place() -> None:
     from setuptools import Distribution
 
     os.chdir(ROOT)
-    # An empty name keeps pyproject.toml's other settings out of this: only the extension is wanted.
     distribution = Distribution(
         {"name": "pdserve", "cffi_modules": [f"{Path(__file__).resolve()}:ffibuilder"]}
     )
-    distribution.script_args = ["build_ext", "--inplace"]
-    if distribution.parse_command_line():
-        distribution.run_commands()
+    build = distribution.get_command_obj("build_ext")
+    build.inplace = True
+    distribution.run_command("build_ext")
 
 
 if __name__ == "__main__":
-    sys.exit(_build_in_place())
+    _build_in_place()
