@@ -20,7 +20,7 @@ from pdserve.engine.invariants import check_bounds, check_collections, check_pag
 from pdserve.engine.limits import Role, SchedulerConfig
 from pdserve.engine.pages import PageAllocator, PageState
 from pdserve.engine.plan import SequenceOutput, StepResult
-from pdserve.engine.request import Phase, Request
+from pdserve.engine.request import Phase, Request, TransitionError
 from pdserve.engine.sampling import SamplingParams
 from pdserve.engine.statistics import Counters, Statistics
 from pdserve.engine.step import PublishedStep, StepBuilder
@@ -231,10 +231,15 @@ class Scheduler:
         return after
 
     def release(self, id: str, now: float) -> None:
-        """The messenger will not touch the pages of this prefill-only request again: all writes are done."""
+        """The messenger will not touch the pages of this prefill-only request again: all writes are done.
+
+        A request that is not computed to its end is cancelled by it.
+        """
         request = self._requests.get(id)
         if request is None:
             return
+        if not request.prefill_only:
+            raise TransitionError(f"request {id}: release is for prefill-only requests")
         before = request.phase
         request.advance("release")
         if before is not Phase.SENDING and request.scheduled < len(request.prompt):

@@ -58,7 +58,7 @@ class StepBuilder:
         count = min(left, self._budget)
         last = count == left
         if request.prefill_only and not last:
-            count -= (start + count) % page_size
+            count = self.whole_pages(start + count) - start
         if count <= 0:
             return
         if request.prefill_only:
@@ -67,6 +67,10 @@ class StepBuilder:
             self._chunks.append(Chunk(request.id, first, request.pages[first:end], last))
         self.prompt_tokens += count
         self._add(request, count, last and not request.prefill_only, [])
+
+    def whole_pages(self, end: int) -> int:
+        """The last page boundary that is not after position `end`."""
+        return end - end % self._config.page_size
 
     def build(self, finished: list[int]) -> Scheduled:
         plan = Plan(

@@ -47,8 +47,9 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
 def load_card(model_dir: str | Path) -> ModelCard:
     """Read `config.json`, and the EOS ids of `generation_config.json` where there is one.
 
-    Both spellings are read: `rope_parameters` and `dtype` (transformers 5) or `rope_theta`, `rope_scaling` and
-    `torch_dtype` (4). Raises `ModelError` naming the file, the field, what was expected and what was found.
+    Both spellings are read: `rope_parameters` and `dtype` (transformers 5) or `rope_theta`, `rope_scaling`
+    and `torch_dtype` (4). Raises `ModelError` naming the file, the field, what was expected and what was
+    found.
     """
     config_file = Path(model_dir) / "config.json"
     config = _Fields(_read_json(config_file), config_file)
@@ -57,7 +58,9 @@ def load_card(model_dir: str | Path) -> ModelCard:
     hidden = config.integer("hidden_size")
     kv_heads = config.integer("num_key_value_heads", default=heads)
     if heads % kv_heads:
-        raise ModelError(f"{config_file}: num_attention_heads {heads} is no multiple of num_key_value_heads {kv_heads}")
+        raise ModelError(
+            f"{config_file}: num_attention_heads {heads} is no multiple of num_key_value_heads {kv_heads}"
+        )
     head_dim = config.integer("head_dim", default=hidden // heads)
     if head_dim % 2:
         raise ModelError(f"{config_file}: head_dim is {head_dim}; rotary embedding needs an even one")
@@ -110,7 +113,12 @@ class _Fields:
         value = self.fields.get(name)
         if value is None:
             return default
-        if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value) or value <= 0:
+        if (
+            not isinstance(value, int | float)
+            or isinstance(value, bool)
+            or not math.isfinite(value)
+            or value <= 0
+        ):
             raise ModelError(f"{self.file}: {name} is {value!r}; expected a positive number")
         return float(value)
 
@@ -166,7 +174,9 @@ def _eos_ids(config: _Fields, generation_file: Path) -> tuple[int, ...]:
 
 
 def _dtype(config: _Fields) -> str:
-    name = str(config.fields.get("dtype") or config.fields.get("torch_dtype") or "float32").removeprefix("torch.")
+    name = str(config.fields.get("dtype") or config.fields.get("torch_dtype") or "float32").removeprefix(
+        "torch."
+    )
     if name not in ("float16", "bfloat16", "float32"):
         raise ModelError(f"{config.file}: dtype is {name!r}; supported: float16, bfloat16, float32")
     return name

@@ -23,6 +23,7 @@ import os
 import socket
 import subprocess
 import sys
+from array import array
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
@@ -52,6 +53,7 @@ MAX_UNSENT = 2 * MAX_FRAME
 
 _READ_SIZE = 1 << 16
 _READS_PER_TURN = 16
+_ANCILLARY_SIZE = socket.CMSG_LEN(READY_DESCRIPTORS * array("i").itemsize)
 _GRACE_S = 5.0
 """How long a worker may take to exit after it has said Fatal or closed its socket, before it's killed."""
 
@@ -293,7 +295,6 @@ class WorkerProcess:
         if not self._became_ready.done():
             self._became_ready.set_exception(self._exit_error)
         elif self._started and not self._stopping:
-            self._stopping = True
             self._call(self._on_exit, self._exit_error)
 
     def _condition(self) -> str:
@@ -311,14 +312,19 @@ class WorkerProcess:
     def _read(self) -> bool:
         """Read once. False when there is nothing more for now, or for ever."""
         try:
-            data, fds, flags, _address = socket.recv_fds(
-                self._socket, _READ_SIZE, READY_DESCRIPTORS, socket.MSG_CMSG_CLOEXEC
+            # Not socket.recv_fds: Python 3.11's loses the flag.
+            data, ancillary, flags, _address = self._socket.recvmsg(
+                _READ_SIZE, _ANCILLARY_SIZE, socket.MSG_CMSG_CLOEXEC
             )
         except (BlockingIOError, InterruptedError):
             return False
         except OSError:
-            data, fds, flags = b"", [], 0  # it ended with plans unread: the exit says why
-        self._descriptors += fds
+            data, ancillary, flags = b"", [], 0  # it ended with plans unread: the exit says why
+        for level, kind, body in ancillary:
+            if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+                descriptors = array("i")
+                descriptors.frombytes(body[: len(body) - len(body) % descriptors.itemsize])
+                self._descriptors += descriptors
         if flags & socket.MSG_CTRUNC or len(self._descriptors) > READY_DESCRIPTORS:
             self._end(f"it sent more than {READY_DESCRIPTORS} descriptors", kill=True)
         elif not data:

@@ -75,7 +75,7 @@ class ScriptedFrontend:
         """For each call of `generate` in turn: what it raises."""
         self.asked: list[Asked] = []
         self.generations: list[ScriptedGeneration] = []
-        self.started = asyncio.Event()
+        self._asked = asyncio.Condition()
         self.state = Health(ready=True, live=True)
         self.traces: dict[str, dict[str, Any]] = {}
         self.registry = NodeMetrics("small")
@@ -104,8 +104,14 @@ class ScriptedFrontend:
         self.asked.append(Asked(request_id, list(prompt_ids), sampling, max_tokens, priority, trace_parent))
         generation = ScriptedGeneration(request_id, prompt_ids, self.script(prompt_ids, sampling))
         self.generations.append(generation)
-        self.started.set()
+        async with self._asked:
+            self._asked.notify_all()
         return generation
+
+    async def until_asked(self, times: int) -> None:
+        """Wait until `generate` has begun that many generations."""
+        async with self._asked:
+            await self._asked.wait_for(lambda: len(self.generations) >= times)
 
     def health(self) -> Health:
         return self.state

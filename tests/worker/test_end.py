@@ -106,6 +106,35 @@ def test_a_killed_node_leaves_no_orphan(init: Init, state: str) -> None:
     assert gone
 
 
+PARENT = """
+import signal, subprocess, sys
+fd = int(sys.argv[1])
+worker = subprocess.Popen([sys.executable, "-m", "pdserve.worker", "--fd", str(fd)], pass_fds=[fd])
+print(worker.pid, flush=True)
+signal.pause()
+"""
+
+
+def test_it_dies_with_its_parent_whoever_has_the_socket(init: Init) -> None:
+    """This process keeps the other end open, so nothing but the parent's death can end it."""
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        with subprocess.Popen(
+            [sys.executable, "-c", PARENT, str(theirs.fileno())],
+            stdout=subprocess.PIPE,
+            pass_fds=[theirs.fileno()],
+        ) as parent:
+            assert parent.stdout is not None
+            worker = os.pidfd_open(int(parent.stdout.readline()))
+            ours.sendall(encode(init))
+            ours.settimeout(60)
+            assert ours.recv(1 << 16)  # it loads
+            parent.kill()
+        gone, _, _ = select.select([worker], [], [], 60)
+        os.close(worker)
+        assert gone
+
+
 def test_a_rank_that_holds_notices_that_its_node_is_gone(
     init: Init, bare: tuple[subprocess.Popen[bytes], socket.socket]
 ) -> None:

@@ -84,6 +84,8 @@ async def test_start_submit_stop() -> None:
     assert node.progress == [LoadProgress(1, 2), LoadProgress(2, 2)]
     assert link.ready.pid == link.pid
     assert link.arena.length == link.ready.arena_bytes
+    for fd in (link.arena.fileno(), link.counter.fileno(), link.tick_fd):
+        assert not os.get_inheritable(fd)
     link.submit(plan(0))
     await node.until(results=1)
     link.submit(plan(1))
@@ -152,11 +154,15 @@ async def test_results_may_come_in_pieces() -> None:
     await link.stop()
 
 
-async def test_results_sent_before_a_death_are_delivered_before_it() -> None:
+@pytest.mark.parametrize("exit_first", [False, True])
+async def test_results_sent_before_a_death_are_delivered_before_it(exit_first: bool) -> None:
     node = Node()
     link = await node.start("talk_then_die")
     for step in range(6):
         link.submit(plan(step))
+    if exit_first:  # the loop may hear of the exit before it has read the socket
+        os.waitid(os.P_PID, link.pid, os.WEXITED | os.WNOWAIT)  # noqa: ASYNC222
+        link._exited()
     await node.until(exits=1)
     assert node.results == [0, 1, 2]
     await link.stop()

@@ -274,6 +274,17 @@ async def test_the_early_tick_is_early(init: Init) -> None:
         assert rank.link.counter.value == TICKS
 
 
+async def test_stop_opens_the_gate(init: Init) -> None:
+    async with running(init) as rank:
+        rank.link.counter.hold_at = 2
+        rank.submit(send=True)
+        await rank.until_held(2)
+        counter = os.dup(rank.link.counter.fileno())
+        await rank.link.stop(timeout=60)
+    assert int.from_bytes(os.pread(counter, 8, 0), "little") == TICKS
+    os.close(counter)
+
+
 async def test_killed_in_a_step(init: Init) -> None:
     async with running(init) as rank:
         rank.link.counter.hold_at = 2
