@@ -101,7 +101,8 @@ class DecodeMessenger(MessengerShell):
             limit = max(limit, min(held, node.max_model_len))
         if prompt_tokens - 1 > limit:
             raise ContextLengthExceeded(
-                f"prompt has {prompt_tokens} tokens; the prefill nodes hold prompts of at most {limit + 1} tokens",
+                f"prompt has {prompt_tokens} tokens; "
+                f"the prefill nodes take prompts of at most {limit + 1} tokens",
                 param="prompt",
             )
 

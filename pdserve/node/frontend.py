@@ -75,6 +75,7 @@ class NodeFrontend:
             self._messenger.check_capacity(len(prompt_ids))
         if sampling.seed is None:
             sampling = msgspec.structs.replace(sampling, seed=self._seeds.getrandbits(63))
+        request_id = self._unused(request_id, scheduler)
         request = scheduler.submit(request_id, prompt_ids, sampling, max_tokens, priority=priority, now=now)
         generation = NodeGeneration(request, self._abandon)
         self.generations[request_id] = generation
@@ -127,6 +128,14 @@ class NodeFrontend:
         if self._scheduler is None:
             raise Overloaded("the model is still loading", retry_after=1.0)
         return self._scheduler
+
+    def _unused(self, wanted: str, scheduler: Scheduler) -> str:
+        """`wanted`, or a variation: a request whose client left may still be known while its pages are
+        quarantined, and its client may come back under the same id."""
+        id = wanted
+        while scheduler.get(id) is not None:
+            id = f"{wanted}-{self._seeds.getrandbits(32):08x}"
+        return id
 
     def _token(self, id: str, output: TokenOutput) -> None:
         generation = self.generations.get(id)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 import sys
-from typing import NoReturn
 from types import TracebackType
+from typing import NoReturn
 
 from tqdm import tqdm
 

@@ -29,7 +29,7 @@ from pdserve.engine.limits import Role, SchedulerConfig
 from pdserve.engine.plan import StepResult
 from pdserve.engine.request import Request
 from pdserve.engine.scheduler import Scheduler
-from pdserve.errors import Draining, InternalError, PdserveError, WorkerError
+from pdserve.errors import ConfigError, Draining, InternalError, PdserveError, WorkerError
 from pdserve.fabric import Fabric, ImmCounters
 from pdserve.fabric import FabricConfig as FabricOptions
 from pdserve.http.app import build_app, make_runner
@@ -49,6 +49,7 @@ from pdserve.node.prefill_messenger import PrefillMessenger
 from pdserve.node.snapshot import snapshot
 from pdserve.node.tracing import fetch_merged
 from pdserve.node.watcher import LayerWatcher
+from pdserve.observe.log import configure
 from pdserve.observe.metrics import NodeMetrics
 from pdserve.observe.trace import TraceStore
 from pdserve.text.tokenizer import Tokenizer
@@ -200,7 +201,11 @@ class Node:
         await runner.setup()
         stack.push_async_callback(runner.cleanup)
         site = web.TCPSite(runner, config.server.host, config.server.port)
-        await site.start()
+        try:
+            await site.start()
+        except OSError as error:
+            where = f"server.host = {config.server.host}, server.port = {config.server.port}"
+            raise ConfigError(f"cannot listen ({where}): {error.strerror or error}") from error
         host, port = runner.addresses[0][:2]
         self.url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
         self.name = self.traces.node = identity.node_id(config, port)
@@ -464,7 +469,7 @@ class Node:
         return not self.frontend.generations and self.scheduler.idle and self._quiet()
 
     async def changed(self) -> None:
-        """Wait until something may have changed, 20 ms at most: what announces itself to nobody is looked at."""
+        """Wait until something may have changed, but 20 ms at most: not every change is announced."""
         self._changed.clear()
         try:
             async with asyncio.timeout(0.02):
@@ -498,4 +503,5 @@ async def run_node(config: NodeConfig, *, on_ready: Callable[[Node], None] | Non
     """Run a node until SIGTERM or SIGINT (a second one ends it at once). Raises what ended it otherwise."""
     from pdserve.node.service import serve_until_signalled
 
+    configure(config.observe.log_level, config.observe.log_format)
     await serve_until_signalled(Node(config), on_ready)
