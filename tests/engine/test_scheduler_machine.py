@@ -19,7 +19,7 @@ from tests.engine.scheduler_machine import BothMachine, DecodeMachine, PrefillMa
 
 for _machine in (PrefillMachine, DecodeMachine, BothMachine):
     _machine.TestCase.settings = settings(
-        max_examples=60, stateful_step_count=60, deadline=None, suppress_health_check=list(HealthCheck)
+        max_examples=50, stateful_step_count=50, deadline=None, suppress_health_check=list(HealthCheck)
     )
 
 TestPrefill = PrefillMachine.TestCase
@@ -96,7 +96,7 @@ class Life:
 
 @pytest.mark.parametrize("machine", [PrefillMachine, DecodeMachine, BothMachine])
 @given(seed=st.integers(0, 1 << 32))
-@settings(max_examples=40, deadline=None, phases=[Phase.explicit, Phase.generate])
+@settings(max_examples=25, deadline=None, phases=[Phase.explicit, Phase.generate])
 def test_long_lives(machine: type[SchedulerMachine], seed: int) -> None:
     Life(machine(), Random(seed)).run(calls=400)
 
