@@ -17,7 +17,9 @@ import msgspec
 
 from pdserve.config import NodeConfig, check
 from pdserve.config.schema import ClusterConfig, EngineConfig, FabricConfig, ModelConfig, ServerConfig
+from pdserve.node.decode_messenger import DecodeMessenger
 from pdserve.node.node import Node
+from pdserve.node.prefill_messenger import PrefillMessenger
 
 SECRET = "a secret of the test cluster"
 
@@ -128,6 +130,18 @@ async def serving(
         await stack.enter_async_context(running(target))
         await linked(target)
         yield Cluster(http, [source], [target], single)
+
+
+def sender(node: Node) -> PrefillMessenger:
+    """A prefill node's messenger."""
+    assert node.prefill is not None
+    return node.prefill
+
+
+def receiver(node: Node) -> DecodeMessenger:
+    """A decode node's messenger."""
+    assert node.decode is not None
+    return node.decode
 
 
 @contextmanager

@@ -10,6 +10,21 @@ import pytest
 
 from pdserve.models.default import default_cache_dir, ensure_default_model
 
+_AGREEMENT = pytest.StashKey[list[str]]()
+
+
+@pytest.fixture(scope="session")
+def transformers_agreement(request: pytest.FixtureRequest) -> list[str]:
+    """Lines about how well outputs agree with transformers', listed at the end of the run."""
+    return request.config.stash.setdefault(_AGREEMENT, [])
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    if lines := config.stash.get(_AGREEMENT, []):
+        terminalreporter.section("agreement with transformers")
+        for line in sorted(lines):
+            terminalreporter.write_line(line)
+
 
 @pytest.fixture(scope="session")
 def default_model() -> Path:

@@ -109,21 +109,33 @@ class Divergence:
     """By how much the reference prefers its own."""
 
 
-def check_greedy(outputs: Sequence[TokenOutput], logits: NDArray[np.float32], tau: float) -> list[Divergence]:
-    """DESIGN 12.3: teacher-forced on our output, no log-probability of ours is further than `tau` from the
-    reference's, and a token differs only where the reference's margin is below 2 tau. Returns those that do.
+@dataclass(frozen=True)
+class Agreement:
+    """How well greedy tokens agree with a reference."""
+
+    worst: float
+    """The largest difference of a log-probability."""
+    divergences: list[Divergence]
+
+
+def check_greedy(outputs: Sequence[TokenOutput], logits: NDArray[np.float32], tau: float) -> Agreement:
+    """DESIGN 12.3: teacher-forced on our output, no log-probability of ours is `tau` or further from the
+    reference's, and a token differs only where the reference's margin is below 2 tau. Raises Different.
 
     `logits` [tokens, vocabulary]: row i is what the reference makes of everything before our token i.
     """
     if len(logits) != len(outputs):
         raise Different(f"{len(logits)} rows of logits for {len(outputs)} tokens")
-    logprobs = logits - np.logaddexp.reduce(logits.astype(np.float64), axis=1, keepdims=True)
+    wide = logits.astype(np.float64)
+    logprobs = wide - np.logaddexp.reduce(wide, axis=1, keepdims=True)
+    worst = 0.0
     divergences = []
     for index, (output, row) in enumerate(zip(outputs, logprobs, strict=True)):
         assert output.logprob is not None
         assert output.top is not None
         for token, logprob in [(output.token_id, output.logprob), *output.top]:
-            if abs(logprob - row[token]) >= tau:
+            worst = max(worst, abs(logprob - row[token]))
+            if worst >= tau:
                 raise Different(f"token {index}: log-probability of {token}: {logprob}, not {row[token]}")
         best = int(row.argmax())
         if best != output.token_id:
@@ -131,4 +143,4 @@ def check_greedy(outputs: Sequence[TokenOutput], logits: NDArray[np.float32], ta
             if margin >= 2 * tau:
                 raise Different(f"token {index}: {output.token_id}, not {best}: no tie ({margin})")
             divergences.append(Divergence(index, output.token_id, best, margin))
-    return divergences
+    return Agreement(worst, divergences)

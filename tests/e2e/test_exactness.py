@@ -8,7 +8,6 @@ in the batch-invariant mode that must not change a bit.
 from __future__ import annotations
 
 import asyncio
-import logging
 import warnings
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -19,6 +18,7 @@ import pytest
 import pytest_asyncio
 from numpy.typing import NDArray
 
+from pdserve.node.node import Node
 from pdserve.text.tokenizer import Tokenizer
 from tests.e2e.cluster import Cluster, serving
 from tests.e2e.exactness import check_greedy
@@ -37,8 +37,6 @@ pytestmark = [
     pytest.mark.timeout(600),
     pytest.mark.asyncio(loop_scope="module"),
 ]
-
-log = logging.getLogger(__name__)
 
 MAX_TOKENS = 5
 
@@ -59,13 +57,13 @@ class Reference:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             import torch
-            import transformers
+            from transformers import LlamaForCausalLM
 
-            transformers.utils.logging.disable_progress_bar()
             self._torch = torch
-            self._model = transformers.LlamaForCausalLM.from_pretrained(
+            self._model: Any = LlamaForCausalLM.from_pretrained(
                 model, dtype=torch.float32, attn_implementation="sdpa"
-            ).eval()
+            )
+        self._model.train(False)
 
     def logits(self, outcome: Outcome) -> NDArray[np.float32]:
         """[tokens, vocabulary], teacher-forced on the tokens of the decode node."""
@@ -106,6 +104,21 @@ async def cluster(default_model: Path) -> AsyncIterator[Cluster]:
         yield cluster
 
 
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def inline_pair(default_model: Path) -> AsyncIterator[tuple[Node, Node]]:
+    """Another two nodes, whose event loop moves the data itself."""
+    async with serving(
+        default_model,
+        mode="inline",
+        prefill={"max_num_batched_tokens": PREFILL_CHUNK},
+        cluster={"dead_s": 60.0},
+    ) as cluster:
+        (source,), (target,) = cluster.prefill, cluster.decode
+        assert source.fabric is not None
+        assert source.fabric.info.mode == "inline"
+        yield source, target
+
+
 @pytest.fixture(scope="module")
 def prompts(tokenizer: Tokenizer) -> dict[str, list[int]]:
     found = single_prompts(lambda text: tokenizer.rust.encode(text).ids)
@@ -113,16 +126,16 @@ def prompts(tokenizer: Tokenizer) -> dict[str, list[int]]:
     return found
 
 
-async def check(outcomes: dict[str, Outcome], reference: Reference, record: Any) -> None:
-    """Raises Different; near-ties are listed as warnings of the log and as properties in a JUnit report."""
+async def check(outcomes: dict[str, Outcome], reference: Reference, listed: list[str]) -> None:
+    """Raises Different; what is none is put on the list, near-ties above all."""
     for name, outcome in outcomes.items():
         outcome.check()
         assert len(outcome.outputs) == MAX_TOKENS
         # On a thread, because the nodes' heartbeats share this loop.
         logits = await asyncio.to_thread(reference.logits, outcome)
-        for divergence in check_greedy(outcome.outputs, logits, TAU):
-            log.warning("near-tie: %r: %r", name, divergence)
-            record("near_tie", f"{name}: {divergence}")
+        agreement = check_greedy(outcome.outputs, logits, TAU)
+        listed.append(f"{name}: log-probabilities within {agreement.worst:.1e}")
+        listed += [f"{name}: near-tie: {divergence}" for divergence in agreement.divergences]
 
 
 @pytest.mark.parametrize("name", SINGLE_NAMES)
@@ -131,18 +144,26 @@ async def test_a_prompt_is_the_same_on_two_nodes_and_on_one(
     cluster: Cluster,
     prompts: dict[str, list[int]],
     reference: Reference,
-    record_property: Any,
+    transformers_agreement: list[str],
 ) -> None:
     outcomes = await compare(cluster, {name: prompts[name]}, MAX_TOKENS)
-    await check(outcomes, reference, record_property)
+    await check(outcomes, reference, transformers_agreement)
 
 
 async def test_sixteen_prompts_at_once(
-    cluster: Cluster, tokenizer: Tokenizer, reference: Reference, record_property: Any
+    cluster: Cluster, tokenizer: Tokenizer, reference: Reference, transformers_agreement: list[str]
 ) -> None:
     prompts = batch_prompts(lambda text: tokenizer.rust.encode(text).ids)
     together = await compare(cluster, prompts, MAX_TOKENS)
-    await check(together, reference, record_property)
+    await check(together, reference, transformers_agreement)
+
+
+async def test_inline_mode_is_the_same(
+    cluster: Cluster, inline_pair: tuple[Node, Node], prompts: dict[str, list[int]]
+) -> None:
+    some = {name: prompts[name] for name in ("one token", "a page sent", "japanese", "two chunks sent")}
+    for outcome in (await compare(cluster, some, MAX_TOKENS, pair=inline_pair)).values():
+        outcome.check()
 
 
 async def test_forty_prompts(tokenizer: Tokenizer) -> None:

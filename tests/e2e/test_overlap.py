@@ -17,7 +17,7 @@ from pdserve.engine.request import Phase, Request
 from pdserve.memory.counter import NO_GATE
 from pdserve.messenger.messages import Heartbeat, Message, Quiet
 from pdserve.node.node import Node
-from tests.e2e.cluster import Cluster, idle, serving, until, wrapped
+from tests.e2e.cluster import Cluster, idle, receiver, sender, serving, until, wrapped
 from tests.e2e.exactness import check_runs, clear_arena, read_pages
 from tests.e2e.watch import Watch, generate
 
@@ -65,7 +65,7 @@ class HeldQuiet:
 
             return hold
 
-        with wrapped(node.prefill, "send", send):
+        with wrapped(sender(node), "send", send):
             yield
 
 
@@ -84,7 +84,7 @@ class Heard:
 
             return note
 
-        with wrapped(node.decode, "on_received", on_received):
+        with wrapped(receiver(node), "on_received", on_received):
             yield
 
     async def more(self, kind: type[Message], count: int, node: Node) -> None:
@@ -132,7 +132,7 @@ class Flight:
         source, target = self.source, self.target
         clear_arena(source)
         clear_arena(target)
-        self._sent, self._received = source.prefill.runs_sent, target.decode.runs_received
+        self._sent, self._received = sender(source).runs_sent, receiver(target).runs_received
         self.counter.hold_at = self.counter.value + self.chunk * (LAYERS + 1) + self.layer + 1
         try:
             with self.quiet.of(source), self.heard.at(target), self.watch.follow(source, target):
@@ -142,15 +142,15 @@ class Flight:
 
     @property
     def sent(self) -> int:
-        return self.source.prefill.runs_sent - self._sent
+        return sender(self.source).runs_sent - self._sent
 
     @property
     def arrived(self) -> int:
-        return self.target.decode.runs_received - self._received
+        return receiver(self.target).runs_received - self._received
 
     @property
     def under_way(self) -> int:
-        return self.source.prefill.machine.statistics()["batches_outstanding"]
+        return int(sender(self.source).machine.statistics()["batches_outstanding"])
 
     def check_held(self) -> None:
         request = self.target.scheduler.get(self.name)
@@ -218,11 +218,11 @@ async def deliver_late(quiet: HeldQuiet, source: Node, target: Node) -> None:
     """The decode node has forgotten the request; its `Quiet` must change nothing."""
     ((link, message),) = quiet.messages
     assert message.posted == [runs_before(len(CHUNK_PAGES))]
-    machine, pages = target.decode.machine, read_pages(target, range(target.worker.ready.num_pages))
+    machine, pages = receiver(target).machine, read_pages(target, range(target.worker.ready.num_pages))
     before, gauges = machine.statistics(), target.scheduler.statistics()
     heard = Heard()
     with heard.at(target):
-        source.prefill.send(link, message)
+        sender(source).send(link, message)
         await until(lambda: heard.count.get(Quiet), target)
     after = machine.statistics()
     assert after.pop("stale_messages") == before.pop("stale_messages") + 1

@@ -21,7 +21,7 @@ from pdserve.engine.request import Request
 from pdserve.memory.counter import NO_GATE
 from pdserve.messenger.events import Effect, PostWrites
 from pdserve.messenger.messages import Message, Prefill
-from tests.e2e.cluster import Cluster, serving, until, wrapped
+from tests.e2e.cluster import Cluster, receiver, sender, serving, until, wrapped
 from tests.e2e.exactness import Different, Pages, clear_arena, read_pages, write_pages
 from tests.e2e.watch import Outcome, compare, differing
 
@@ -56,7 +56,7 @@ def in_message(cluster: Cluster, change: Callable[[Prefill], Prefill]) -> Iterat
 
         return changed
 
-    with wrapped(cluster.decode[0].decode, "send", send):
+    with wrapped(receiver(cluster.decode[0]), "send", send):
         yield
 
 
@@ -75,7 +75,7 @@ def in_tables(cluster: Cluster, change: Callable[[array[int], int], None]) -> It
 
         return changed
 
-    with wrapped(node.prefill, "perform", perform):
+    with wrapped(sender(node), "perform", perform):
         yield
 
 
@@ -101,7 +101,7 @@ def in_arena(cluster: Cluster, change: Callable[[Pages, Pages], None]) -> Iterat
 
         return changed
 
-    with wrapped(node.decode, "fetch", fetch), wrapped(node.decode, "on_ready", on_ready):
+    with wrapped(receiver(node), "fetch", fetch), wrapped(receiver(node), "on_ready", on_ready):
         yield
 
 
@@ -216,7 +216,7 @@ async def serve_held(cluster: Cluster, pair: Cluster) -> Outcome:
     Where the tick comes before the layer, they arrive without its KV, however fast the worker is.
     """
     source, target = pair.prefill[0], pair.decode[0]
-    counter, received = source.worker.counter, target.decode.runs_received
+    counter, received = source.worker.counter, receiver(target).runs_received
     pages = -(-(len(PROMPT) - 1) // source.worker.ready.page_size)
     clear_arena(source)
     counter.hold_at = counter.value + 1
@@ -225,7 +225,7 @@ async def serve_held(cluster: Cluster, pair: Cluster) -> Outcome:
             compare(cluster, {"held": PROMPT}, MAX_TOKENS, pair=(source, target)), name="comparison"
         )
         try:
-            await until(lambda: target.decode.runs_received == received + pages, target)
+            await until(lambda: receiver(target).runs_received == received + pages, target)
         finally:
             counter.hold_at = NO_GATE
     return comparison.result()["held"]

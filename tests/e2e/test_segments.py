@@ -14,7 +14,7 @@ import pytest_asyncio
 
 from pdserve.messenger.events import ArmSlot, Effect, PostWrites
 from pdserve.node.node import Node
-from tests.e2e.cluster import Cluster, serving, wrapped
+from tests.e2e.cluster import Cluster, receiver, sender, serving, wrapped
 from tests.e2e.watch import compare
 
 pytestmark = [
@@ -90,8 +90,8 @@ class Transfer:
             return note
 
         with (
-            wrapped(cluster.decode[0].decode, "perform", armed),
-            wrapped(cluster.prefill[0].prefill, "perform", posted),
+            wrapped(receiver(cluster.decode[0]), "perform", armed),
+            wrapped(sender(cluster.prefill[0]), "perform", posted),
         ):
             yield
 
