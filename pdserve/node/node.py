@@ -123,23 +123,19 @@ class Node:
         Cancelling closes everything without draining.
         """
         weights = identity.find_model(self.config)
-        main = asyncio.ensure_future(self._live(weights, on_ready))
-        stopped = asyncio.ensure_future(self._stopping.wait())
         try:
-            await asyncio.wait([main, stopped], return_when=asyncio.FIRST_COMPLETED)
-            if not main.done() and not self.ready.is_set():
-                main.cancel()
-            await asyncio.gather(main)
-        except asyncio.CancelledError:
-            if not self._stopping.is_set() or self.ready.is_set():
-                raise
-        except BaseExceptionGroup as group:
-            raise _one_cause(group) from group
-        finally:
-            stopped.cancel()
-            if not main.done():
-                main.cancel()
-                await asyncio.wait([main])
+            async with asyncio.TaskGroup() as group:
+                live = group.create_task(self._live(weights, on_ready), name="node")
+                loading = group.create_task(self._stop_loading(live), name="stop while loading")
+                live.add_done_callback(lambda _: loading.cancel())
+        except BaseExceptionGroup as errors:
+            raise _one_cause(errors) from errors
+
+    async def _stop_loading(self, live: asyncio.Task[None]) -> None:
+        """A stop before the node is ready has nothing to drain."""
+        await self._stopping.wait()
+        if not self.ready.is_set():
+            live.cancel()
 
     # Start.
 
