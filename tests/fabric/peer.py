@@ -1,7 +1,7 @@
 """The other process of the fabric's contract tests: one port, driven by lines of JSON on stdin.
 
-Usage: python peer.py MODE HOST ARENA_BYTES. Each command is answered by one line of JSON, in order; what happens
-by itself (a message, a loss) is printed as a line with "event".
+Usage: python peer.py MODE HOST ARENA_BYTES. Each command is answered by one line of JSON, in order; what
+happens by itself (a message, a loss) is printed as a line with "event".
 """
 
 import asyncio
