@@ -115,7 +115,7 @@ async def test_progress_is_told_while_it_is_wanted(open_pair: OpenPair) -> None:
 
 
 async def test_a_killed_receiver_is_told_and_its_batches_end(open_pair: OpenPair) -> None:
-    side, peer = await open_pair(8 << 20)
+    side, peer = await open_pair(8 << 20, fresh=True)
     table = WriteTable.of([(n << 18, n << 18, 1 << 18, NO_IMM) for n in range(32)])
     assert await soon(outcome(side.port.write(side.region, 0, peer.remote, 0, 64))) is None
     batches = [side.port.write_pages(side.region, peer.remote, table) for _ in range(64)]
@@ -133,10 +133,9 @@ async def test_a_killed_receiver_is_told_and_its_batches_end(open_pair: OpenPair
 
 
 async def test_a_post_to_a_lost_peer_ends_with_its_error(open_pair: OpenPair) -> None:
-    side, peer = await open_pair()
+    side, peer = await open_pair(fresh=True)
     await soon(outcome(side.port.write(side.region, 0, peer.remote, 0, 64)))
     peer.kill()
-    await soon(peer.process.wait())
     # Nothing may announce the death of an idle peer; then the next posts run into it, sooner or later.
     first = side.port.write(side.region, 0, peer.remote, 0, 1 << 20)
     await soon(outcome(first))
@@ -149,7 +148,7 @@ async def test_a_post_to_a_lost_peer_ends_with_its_error(open_pair: OpenPair) ->
 
 
 async def test_a_killed_sender_leaves_the_receiver_able_to_close(open_pair: OpenPair) -> None:
-    side, peer = await open_pair(8 << 20)
+    side, peer = await open_pair(8 << 20, fresh=True)
     rows: list[int] = []
     for n in range(32):
         rows += [n << 18, n << 18, 1 << 18, pack_imm(1, 1, 1)]
@@ -157,14 +156,13 @@ async def test_a_killed_sender_leaves_the_receiver_able_to_close(open_pair: Open
     await peer.ask("flood", rows=rows)
     await until(lambda: side.counters.count(1) > 100)
     peer.kill()
-    await soon(peer.process.wait())
     await soon(side.port.close())
 
 
 async def test_a_stopped_peer_starves_nobody(mode: str) -> None:
     """While one peer's process stands still, another's pages all arrive."""
     async with (
-        remote_peer(mode, 8 << 20) as stopped,
+        remote_peer(mode, 8 << 20, fresh=True) as stopped,
         remote_peer(mode, 8 << 20) as healthy,
         local_side(mode, 8 << 20) as side,
     ):
@@ -192,6 +190,7 @@ async def test_a_wrong_key_changes_nothing_here(open_pair: OpenPair) -> None:
     await peer.ask("unchecked", rows=[0, 0, 4096, pack_imm(0, 0, 1)], key=side.region.key ^ 1, length=1 << 20)
     peer.tell("unchecked", rows=[0, (1 << 20) - 64, 4096, NO_IMM], key=side.region.key, length=1 << 30)
     await soon(side.port.close())
+    await peer.answer()
     assert not any(side.arena[:])
 
 
