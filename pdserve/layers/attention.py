@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from pdserve.layers.jit import as_float, kernel
+from pdserve.layers.jit import as_float, kernel, parallel_kernel
 from pdserve.layers.kernels import exponential, rope_and_append
 from pdserve.layers.rope import RopeTable
 from pdserve.layers.step import StepBatch
@@ -144,31 +144,33 @@ def _attend_tile(
             out[row + i // group, first + d] = totals[i, d] / weight
 
 
-def _paged_attention(qkv: Any, kv: Any, heads: int, tables: Any, tiles: Any, scale: Any, out: Any) -> None:
+@kernel
+def _attend(item: int, qkv: Any, kv: Any, heads: int, tables: Any, tiles: Any, scale: Any, out: Any) -> None:
+    """Item i is KV head i mod kv_heads of tile i div kv_heads."""
+    kv_heads = kv.shape[1]
+    row, count, position, table = tiles[item // kv_heads]
+    head = item % kv_heads
+    _attend_tile(qkv, kv, head, heads // kv_heads, tables[table], row, count, position, scale, out)
+
+
+@kernel
+def paged_attention(qkv: Any, kv: Any, heads: int, tables: Any, tiles: Any, scale: Any, out: Any) -> None:
     """For each tile (row, count, position, table) of `tiles`: out[row:row+count] = attention of those rows.
 
-    qkv [rows, ≥ heads·dim], rotated queries first; kv [page, kv_head, K|V, slot, dim] of one layer; tables
-    [·, pages]; out [rows, heads·dim].
+    qkv [rows, ≥ heads·dim], rotated queries first; kv [page, kv_head, K|V, slot, dim] of one layer;
+    tables [·, pages]; out [rows, heads·dim].
     """
-    kv_heads = kv.shape[1]
-    for item in numba.prange(tiles.shape[0] * kv_heads):
-        tile = item // kv_heads
-        _attend_tile(
-            qkv,
-            kv,
-            item % kv_heads,
-            heads // kv_heads,
-            tables[tiles[tile, 3]],
-            tiles[tile, 0],
-            tiles[tile, 1],
-            tiles[tile, 2],
-            scale,
-            out,
-        )
+    for item in range(tiles.shape[0] * kv.shape[1]):
+        _attend(item, qkv, kv, heads, tables, tiles, scale, out)
 
 
-paged_attention = kernel(_paged_attention)
-paged_attention_parallel = kernel(_paged_attention, parallel=True)
+@parallel_kernel
+def paged_attention_parallel(
+    qkv: Any, kv: Any, heads: int, tables: Any, tiles: Any, scale: Any, out: Any
+) -> None:
+    """`paged_attention`, its tiles and heads shared out among threads."""
+    for item in numba.prange(tiles.shape[0] * kv.shape[1]):
+        _attend(item, qkv, kv, heads, tables, tiles, scale, out)
 
 
 def cut_tiles(spans: list[tuple[int, int, int, int]]) -> NDArray[np.int64]:

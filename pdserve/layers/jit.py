@@ -49,12 +49,26 @@ def _cache_directory() -> Path | None:
 
 
 _DIRECTORY = _cache_directory()
+if _CONFIG.THREADING_LAYER == "default":
+    # The one that sleeps: OpenMP's threads spin at each barrier, 30 ms a call on a machine that is also busy
+    # otherwise.
+    _CONFIG.THREADING_LAYER = "workqueue"
 if _DIRECTORY is not None:
     _CONFIG.CACHE_DIR = str(_DIRECTORY)
 
 
-def kernel(function: F, *, parallel: bool = False) -> F:
+def kernel(function: F) -> F:
     """Compile on first call. Where no cache directory can be written, every process compiles anew."""
+    return _compile(function, parallel=False)
+
+
+def parallel_kernel(function: F) -> F:
+    """`kernel` with its `prange` loops on numba's threads. (One function can't be both: numba's cache would
+    hand out whichever was compiled first.)"""
+    return _compile(function, parallel=True)
+
+
+def _compile(function: F, *, parallel: bool) -> F:
     if _DIRECTORY is not None:
         try:
             compiled: F = _njit(cache=True, parallel=parallel, **_OPTIONS)(function)
