@@ -288,11 +288,6 @@ async def test_a_plan_that_cannot_be_run_is_fatal_and_names_its_step(init: Init)
     ("changes", "code", "says"),
     [
         ({"model_dir": "/no/such/model"}, "bad_model", "/no/such/model"),
-        (
-            {"num_pages": 0, "kv_cache_memory_bytes": 20_000},
-            "bad_config",
-            "kv_cache_memory_bytes 20000 holds 1",
-        ),
         ({"fault": "early_tick", "gate": False}, "bad_config", "refused without gate"),
         ({"fault": "cosmic_ray"}, "bad_config", "'cosmic_ray': expected one of early_tick"),
         ({"tp": 2}, "bad_config", "only tp 1"),
