@@ -189,10 +189,13 @@ async def _until_healthy(plans: Sequence[NodePlan], timeout: float) -> None:
 
     limit = aiohttp.ClientTimeout(total=_HEALTH_TIMEOUT_S)
     try:
-        async with asyncio.timeout(timeout), aiohttp.ClientSession(timeout=limit) as session:
-            async with asyncio.TaskGroup() as group:
-                for plan in plans:
-                    group.create_task(wait_for(plan, session), name=f"{plan.name} health")
+        async with (
+            asyncio.timeout(timeout),
+            aiohttp.ClientSession(timeout=limit) as session,
+            asyncio.TaskGroup() as group,
+        ):
+            for plan in plans:
+                group.create_task(wait_for(plan, session), name=f"{plan.name} health")
     except TimeoutError:
         reasons = "; ".join(f"{name}: {reason}" for name, reason in waiting.items())
         raise StartTimeout(f"not ready after {timeout:g} s: {reasons}") from None
@@ -234,10 +237,12 @@ async def _served_name(plan: NodePlan) -> str:
     key = plan.config.server.api_key
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     limit = aiohttp.ClientTimeout(total=_HEALTH_TIMEOUT_S)
-    async with aiohttp.ClientSession(timeout=limit, headers=headers) as session:
-        async with session.get(f"{plan.url}/v1/models") as response:
-            response.raise_for_status()
-            return str((await response.json())["data"][0]["id"])
+    async with (
+        aiohttp.ClientSession(timeout=limit, headers=headers) as session,
+        session.get(f"{plan.url}/v1/models") as response,
+    ):
+        response.raise_for_status()
+        return str((await response.json())["data"][0]["id"])
 
 
 def _announce(report: dict[str, Any], config: NodeConfig, *, as_json: bool) -> None:
