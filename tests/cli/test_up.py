@@ -15,8 +15,14 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import pytest
+
+from pdserve.cli.main import main
+from pdserve.cli.up import _default_file
+from pdserve.config import load_config
 
 ROOT = Path(__file__).parents[2]
+FAKE_NODE = str(ROOT / "tests" / "cli" / "fake_node.py")
 
 DRIVER = f"""
 import dataclasses, sys
@@ -25,7 +31,7 @@ from pdserve.cli.main import main
 real = up._command
 def command(plan, file):
     made = real(plan, file)
-    return dataclasses.replace(made, argv=[made.argv[0], {str(ROOT / "tests/cli/fake_node.py")!r}, *made.argv[4:]])
+    return dataclasses.replace(made, argv=[made.argv[0], {FAKE_NODE!r}, *made.argv[4:]])
 up._command = command
 sys.exit(main(["up", *sys.argv[1:]]))
 """
@@ -74,20 +80,16 @@ def test_a_cluster_starts_says_where_it_is_and_ends_on_sigterm(tmp_path: Path) -
     assert not any(psutil.pid_exists(node["pid"]) for node in ready["nodes"])
 
 
-def test_the_secret_is_new_each_run_shared_by_all_and_not_in_arguments() -> None:
-    seen = set()
-    for _ in range(2):
-        with up("--json") as process:
-            ready = report(process)
-            arguments = [psutil.Process(node["pid"]).cmdline() for node in ready["nodes"]]
-            process.send_signal(signal.SIGINT)
-            error = process.communicate()[1]
-        assert process.returncode == 0, error
-        secrets = {line.split()[-1] for line in error.splitlines() if " secret " in line}
-        assert len(secrets) == 1
-        assert not any(word in secrets for words in arguments for word in words)
-        seen |= secrets
-    assert len(seen) == 2
+def test_the_secret_is_shared_by_all_and_not_in_arguments() -> None:
+    with up("--json") as process:
+        ready = report(process)
+        arguments = [psutil.Process(node["pid"]).cmdline() for node in ready["nodes"]]
+        process.send_signal(signal.SIGINT)
+        error = process.communicate()[1]
+    assert process.returncode == 0, error
+    secrets = {line.split()[-1] for line in error.splitlines() if " secret " in line}
+    assert [len(secret) for secret in secrets] == [64]
+    assert not any(word in secrets for words in arguments for word in words)
 
 
 def test_a_node_that_dies_ends_all_with_one_cause() -> None:
@@ -101,36 +103,34 @@ def test_nodes_that_never_become_ready_are_named() -> None:
     with up("--both", "--start-timeout", "1", env={"FAKE_NODE": "never-ready"}) as process:
         error = process.communicate()[1]
     assert process.returncode == 1
-    assert (
-        error.splitlines()[-1]
-        in (
-            "pdserve: error: not ready after 1 s: both-0: /health says 503 loading weights",
-            "pdserve: error: not ready after 1 s: both-0: no answer yet",
-        )
-        or "both-0: Cannot connect" in error
-    )
+    assert error.splitlines()[-1].startswith("pdserve: error: not ready after 1 s: both-0: ")
 
 
-def test_bad_usage_and_bad_configuration_are_answered_before_anything_starts(tmp_path: Path) -> None:
-    for words, expected in [
-        (["--prefill", "0", "--decode", "1"], "each needs at least one of the other"),
-        (["--prefill", "x"], "argument --prefill"),
-        (["--decode", "65"], "not from 0 to 64"),
-        (["--role", "both"], "unknown option --role"),
-        (["--port", "65535"], "port 65536"),
-        (["--page-size", "0"], "--page-size = '0': expected an integer from 1 to 1024"),
-        (["--config", str(tmp_path / "none.toml")], "cannot be read"),
-    ]:
-        with up(*words) as process:
-            error = process.communicate()[1]
-        assert process.returncode == 2, words
-        assert expected in error
-        assert len(error.splitlines()) == 1
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("--prefill 0 --decode 1", "each needs at least one of the other"),
+        ("--prefill x", "argument --prefill"),
+        ("--decode 65", "not from 0 to 64"),
+        ("--role both", "unknown option --role"),
+        ("--port 65535", "port 65536"),
+        ("--page-size 0", "--page-size = '0': expected an integer from 1 to 1024"),
+        ("--config none.toml", "cannot be read"),
+    ],
+)
+def test_bad_usage_is_answered_in_a_line_before_anything_starts(
+    words: str, expected: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    try:
+        status = main(["up", *words.split()])
+    except SystemExit as end:
+        status = int(str(end.code))
+    error = capsys.readouterr().err
+    assert status == 2
+    assert expected in error
+    assert len(error.splitlines()) == 1
 
 
 def test_the_configuration_of_the_source_tree_loads() -> None:
-    from pdserve.cli.up import _default_file
-    from pdserve.config import load_config
-
     assert _default_file() == ROOT / "conf" / "local.toml"
     load_config(_default_file())

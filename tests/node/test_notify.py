@@ -110,8 +110,12 @@ def test_a_service_manager_that_is_gone_is_no_error(tmp_path: Path) -> None:
         manager.socket.close()
 
 
+# The kernel queues so many datagrams of a socket.
+QUEUED = int(Path("/proc/sys/net/unix/max_dgram_qlen").read_text())
+
+
 async def test_what_the_socket_does_not_take_is_sent_later_and_in_order(manager: ServiceManager) -> None:
-    total = int(Path("/proc/sys/net/unix/max_dgram_qlen").read_text()) + 30
+    total = QUEUED + 30
     with Notifier(manager.address) as notifier:
         for number in range(total):
             notifier.status(str(number))
