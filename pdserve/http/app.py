@@ -25,6 +25,7 @@ from pdserve.http.errors import InternalError, error_response, show
 from pdserve.http.frontend import Frontend, Health
 from pdserve.http.identity import ANSWER, HEADER, REQUEST, ApiKeys, given_id
 from pdserve.http.openai import OpenAIRoutes
+from pdserve.http.sse import ClientTooSlow
 from pdserve.observe.metrics import CONTENT_TYPE, NodeMetrics
 from pdserve.text.tokenizer import Tokenizer
 
@@ -111,7 +112,9 @@ def _middleware(config: HttpConfig, metrics: NodeMetrics) -> Callable[..., Await
             response = error_response(known)
             if "Allow" in error.headers:
                 response.headers["Allow"] = error.headers["Allow"]
-        except ConnectionError:
+        except ConnectionError as gone:
+            if isinstance(gone, ClientTooSlow):
+                _cut_off(request, metrics, config)
             # Nobody is there to be answered; aiohttp drops this with the connection.
             response = web.Response(status=_CLIENT_CLOSED)
         except Exception:
@@ -125,7 +128,8 @@ def _middleware(config: HttpConfig, metrics: NodeMetrics) -> Callable[..., Await
             _log_access(request, status, time.monotonic() - began)
         if not response.prepared and request.get(REQUEST):
             response.headers[HEADER] = request[REQUEST]
-        await _deliver(request, response, config.write_timeout)
+        if not await _delivered(request, response, config.write_timeout):
+            _cut_off(request, metrics, config)
         return response
 
     return edge
@@ -140,13 +144,13 @@ async def _guarded(request: web.Request, handler: _Handler, keys: ApiKeys) -> we
     return await handler(request)
 
 
-async def _deliver(request: web.Request, response: web.StreamResponse, write_timeout: float) -> None:
-    """Send a large answer here, where a client that does not read it can be cut off. aiohttp sends the rest,
-    and finds nothing left to do for what was sent."""
+async def _delivered(request: web.Request, response: web.StreamResponse, write_timeout: float) -> bool:
+    """Send a large answer here, where a client that does not read it can be cut off; False: it was. aiohttp
+    sends the others, and finds nothing left to do for those sent here."""
     if response.prepared or not isinstance(response, web.Response):
-        return
+        return True
     if not isinstance(response.body, bytes) or len(response.body) < _LARGE:
-        return
+        return True
     try:
         async with asyncio.timeout(write_timeout):
             await response.prepare(request)
@@ -154,8 +158,20 @@ async def _deliver(request: web.Request, response: web.StreamResponse, write_tim
     except TimeoutError:
         if request.transport is not None:
             request.transport.abort()
+        return False
     except ConnectionError:
         pass  # The client has gone.
+    return True
+
+
+def _cut_off(request: web.Request, metrics: NodeMetrics, config: HttpConfig) -> None:
+    metrics.error("client_too_slow")
+    _log.warning(
+        "%s: the client read nothing for %g s and was cut off",
+        request.path[:200],
+        config.write_timeout,
+        extra={"fields": {"request_id": request.get(ANSWER)}},
+    )
 
 
 def _log_access(request: web.Request, status: int, seconds: float) -> None:

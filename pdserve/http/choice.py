@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 
 import msgspec
 
@@ -51,6 +51,7 @@ class Choice:
         self._metrics = metrics
         self._arrival = arrival
         self._last = arrival
+        self._ended = False
         self._detokenizer = incremental_detokenizer(tokenizer, skip_special_tokens=rules.skip_special_tokens)
         self._stops = StopStrings(rules.stops, include=rules.include_stop)
 
@@ -60,24 +61,26 @@ class Choice:
         Waits for `emit`, so a reader that is slow slows the loop down and not the node. Raises what the
         generation raises; cancelled, it counts an abort.
         """
-        metered = False
+        outputs = aiter(self.generation)
         try:
-            async for output in self.generation:
+            async for output in outputs:
                 self._measure(output)
                 delta = self._digest(output)
                 if delta.finish_reason is not None:
+                    self._meter_end(delta.finish_reason)
                     if output.finish_reason is None:  # A stop string: the node does not know yet.
                         await self.generation.aclose("stop")
-                    metered = True
-                    self._finished(delta.finish_reason)
                 await emit(self, delta)
                 if delta.finish_reason is not None:
                     return
             raise InternalError("the generation ended without a finish reason")
         except (asyncio.CancelledError, ConnectionError, TimeoutError):
-            if not metered:
-                self._finished("abort")
+            self._meter_end("abort")
             raise
+        finally:
+            # An asynchronous generator that is left half-way would else be closed by a task of nobody.
+            if isinstance(outputs, AsyncGenerator):
+                await outputs.aclose()
 
     def _digest(self, output: TokenOutput) -> Delta:
         rules, reason = self._rules, output.finish_reason
@@ -105,8 +108,10 @@ class Choice:
         self._last = now
         self.tokens += 1
 
-    def _finished(self, reason: str) -> None:
-        self._metrics.finished(reason, self.tokens, time.monotonic() - self._arrival)
+    def _meter_end(self, reason: str) -> None:
+        if not self._ended:
+            self._ended = True
+            self._metrics.finished(reason, self.tokens, time.monotonic() - self._arrival)
 
 
 async def run_all(choices: Sequence[Choice], emit: Callable[[Choice, Delta], Awaitable[None]]) -> None:

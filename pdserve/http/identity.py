@@ -20,11 +20,11 @@ from pdserve.errors import ClientError, Unauthorized
 from pdserve.http.errors import show
 
 HEADER = "X-Request-Id"
-REQUEST = "pdserve.request_id"
-"""Key of a `web.Request`: the value its answer's X-Request-Id will have."""
+REQUEST = web.RequestKey("pdserve.request_id", str)
+"""The value a request's answer will have as X-Request-Id."""
 
-ANSWER = "pdserve.response_id"
-"""Key of a `web.Request`: the `id` of its answer, once it has one."""
+ANSWER = web.RequestKey("pdserve.response_id", str)
+"""The `id` of a request's answer, once it has one."""
 
 _NAME = re.compile(r"[!-~]{1,128}")
 
