@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import pdserve
 from pdserve.cli.cluster import NodePlan, count_nodes, plan_cluster
 from pdserve.cli.flags import add_config_flags, settings
+from pdserve.cli.parent import die_with_parent
 from pdserve.cli.supervisor import Child, Command, Stop, supervise
 from pdserve.config import NodeConfig, render, resolve, secret_variables, variables, warnings
 from pdserve.config.environment import child_environment
@@ -64,12 +65,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--config defaults to conf/local.toml of the source tree."
     )
     add_config_flags(parser, without=("engine.role", "cluster.prefill_peers"))
+    parser.add_argument("--parent-pid", type=int, help=argparse.SUPPRESS)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Start the nodes, say where they are, and wait for a signal: the first asks them to end, the second
     kills.
     """
+    if arguments.parent_pid is not None:
+        die_with_parent(arguments.parent_pid)
     config, sources = resolve(arguments.config or _default_file(), variables(), settings(arguments))
     if config.cluster.prefill_peers or config.engine.role != "both":
         raise ConfigError("engine.role and cluster.prefill_peers have no place here: up decides them itself")
@@ -209,7 +213,10 @@ async def _health(session: aiohttp.ClientSession, url: str) -> str:
         async with session.get(f"{url}/health") as response:
             if response.status == 200:
                 return ""
-            return f"/health says {response.status} {(await response.text())[:200]}"
+            text = await response.text()
+            with contextlib.suppress(ValueError, KeyError, TypeError):
+                text = str(json.loads(text)["reason"])
+            return f"/health says {response.status} {text[:500]}"
     except TimeoutError:
         return "/health does not answer"
     except aiohttp.ClientError as error:
