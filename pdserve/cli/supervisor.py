@@ -55,26 +55,47 @@ class Stop:
 class Child:
     """A running child process. Owned by `supervise`, which has waited for it when it returns."""
 
-    def __init__(self, command: Command, process: asyncio.subprocess.Process) -> None:
+    def __init__(
+        self,
+        command: Command,
+        process: asyncio.subprocess.Process,
+        output: asyncio.StreamReader,
+        pipe: asyncio.ReadTransport,
+    ) -> None:
         self.command = command
         self.process = process
         self.ended = asyncio.Event()
+        self._output = output
+        self._pipe = pipe
 
     @classmethod
     async def start(cls, command: Command) -> Child:
-        """Start it with its output on a pipe to us and nothing on its input."""
+        """Start it with its output on a pipe to us and nothing on its input.
+
+        The pipe is ours and not asyncio's: `Process.wait` waits for the end of asyncio's pipes too, which a
+        grandchild may hold open.
+        """
+        loop = asyncio.get_running_loop()
+        read_end, write_end = os.pipe()
+        output = asyncio.StreamReader()
+        pipe, _ = await loop.connect_read_pipe(
+            lambda: asyncio.StreamReaderProtocol(output), os.fdopen(read_end, "rb", 0)
+        )
         try:
             process = await asyncio.create_subprocess_exec(
                 *command.argv,
                 env=dict(command.env),
                 stdin=asyncio.subprocess.DEVNULL,
-                stdout=asyncio.subprocess.PIPE,
-                stderr=asyncio.subprocess.STDOUT,
+                stdout=write_end,
+                stderr=write_end,
                 start_new_session=True,
             )
         except OSError as error:
+            pipe.close()
             raise ChildFailed(f"{command.name} could not be started: {error}") from error
-        return cls(command, process)
+        finally:
+            os.close(write_end)
+        return cls(command, process, output, pipe)
 
     @property
     def name(self) -> str:
@@ -94,12 +115,11 @@ class Child:
         finally:
             reading.cancel()
             await asyncio.wait([reading])
+            self._pipe.close()
 
     async def _read(self, write: Callable[[str, str], None]) -> None:
-        stream = self.process.stdout
-        assert stream is not None
         lines = LineSplitter()
-        while data := await stream.read(1 << 16):
+        while data := await self._output.read(1 << 16):
             for line in lines.feed(data):
                 write(self.name, line)
         for line in lines.end():
@@ -154,7 +174,8 @@ async def supervise(
         await _end(children, stop, shutdown_timeout)
     if not stop.now.is_set():
         for child in children:
-            if child.process.returncode != 0:
+            # Killed by the very SIGTERM: it had not got as far as handling it.
+            if child.process.returncode not in (0, -signal.SIGTERM):
                 raise ChildFailed(f"{child.name} {child.how_it_ended()} when it was told to stop")
 
 
