@@ -36,6 +36,7 @@ for _name in environment.variables():
 _COUNTERS = (
     ("pdserve.fabric", "open_handles"),
     ("pdserve.memory", "open_arenas"),
+    ("pdserve.worker.link", "open_links"),
 )
 """Counters of live native objects, as (module, function). Looked at only where a test has imported the
 module.
@@ -53,7 +54,10 @@ def pytest_asyncio_loop_factories(
 @pytest.fixture(scope="session")
 def _blockbuster() -> BlockBuster:
     """Watches calls with a pdserve frame below them; a test's own blocking calls are its own affair."""
-    return BlockBuster("pdserve")
+    buster = BlockBuster("pdserve")
+    # A child is started by vfork and exec: its parent waits, a few milliseconds, for the exec to succeed.
+    buster.functions["os.read"].can_block_in("pdserve/worker/link.py", {"_spawn"})
+    return buster
 
 
 @pytest.fixture(autouse=True)
