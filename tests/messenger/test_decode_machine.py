@@ -67,6 +67,7 @@ class Bench:
     def do(self, event: Event) -> list[Effect]:
         self.effects = self.machine.handle(event, self.now)
         self.machine.check()
+        self.machine.next_deadline()  # asked after every event, and must forget none
         for effect in self.effects:
             if isinstance(effect, Send) and isinstance(effect.message, Prefill):
                 self.slots[effect.message.request] = [unpack(imm)[:2] for imm in effect.message.slots]
