@@ -23,6 +23,7 @@ import msgspec
 from aiohttp import web
 
 from pdserve.config import NodeConfig
+from pdserve.config.environment import child_environment
 from pdserve.engine.events import Event as EngineEvent
 from pdserve.engine.events import Scheduled
 from pdserve.engine.limits import Role, SchedulerConfig
@@ -232,6 +233,7 @@ class Node:
                 on_exit=self._on_worker_exit,
                 on_progress=bar.progress,
                 name=f"{self.name} rank0",
+                env=child_environment(),
             )
         stack.push_async_callback(self.worker.stop)
 
@@ -427,6 +429,8 @@ class Node:
     def health(self) -> Health:
         """Ready: would serve a request now. Live: the worker makes progress on what it was given."""
         detail = {"role": self.role.value, "node": self.name}
+        if self.fabric is not None:
+            detail["provider"] = self.fabric.info.provider
         if self._cause is not None or self._worker_error is not None:
             cause = str(self._worker_error or self._cause)
             return Health(ready=False, live=False, reason=cause, detail=detail)
