@@ -143,6 +143,12 @@ class WorkerError(PdserveError):
     retryable = True
 
 
+class InternalError(PdserveError):
+    """The server ended for a reason that is not the request's."""
+
+    retryable = True
+
+
 class ConfigError(PdserveError):
     """A configuration value is unknown, of the wrong type, or out of range."""
 

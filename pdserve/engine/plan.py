@@ -15,9 +15,9 @@ from pdserve.engine.sampling import SamplingParams
 class NewSequence(msgspec.Struct, frozen=True, array_like=True):
     """A sequence the worker has not seen before.
 
-    `tokens`: everything known so far (the prompt, and after preemption the output too). `prompt_len`: how many
-    of them are the client's prompt (penalties need the boundary). `pages`: its page table so far. KV of tokens
-    before the first `Work.start` is already in those pages.
+    `tokens`: everything known so far (the prompt, and after preemption the output too). `prompt_len`: how
+    many of them are the client's prompt (penalties need the boundary). `pages`: its page table so far. KV of
+    tokens before the first `Work.start` is already in those pages.
     """
 
     seq: int

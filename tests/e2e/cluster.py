@@ -1,0 +1,109 @@
+"""Real nodes for tests: in this process and on this loop, with real workers, a real fabric and real HTTP.
+
+What makes it a test's cluster is only that the test can look inside: at arenas, gauges and machines.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import msgspec
+
+from pdserve.config import NodeConfig, check
+from pdserve.config.schema import ClusterConfig, EngineConfig, FabricConfig, ModelConfig, ServerConfig
+from pdserve.node.node import Node
+
+SECRET = "a secret of the test cluster"
+
+
+def node_config(
+    role: str, model: Path | str, *, peers: tuple[str, ...] = (), mode: str = "auto", **engine: Any
+) -> NodeConfig:
+    """A node of the tests: batch-invariant, on free ports of the loopback interface."""
+    options: dict[str, Any] = {
+        "batch_invariant": True,
+        "max_num_seqs": 32,
+        "kv_cache_memory_bytes": 256 << 20,
+    }
+    options.update(engine)
+    max_model_len = options.pop("max_model_len", 2048)
+    cluster = options.pop("cluster", {})
+    server = options.pop("server", {})
+    return check(
+        NodeConfig(
+            server=ServerConfig(port=0, served_model_name=("m",), shutdown_timeout=5.0, **server),
+            model=ModelConfig(model=str(model), max_model_len=max_model_len),
+            engine=EngineConfig(role=role, **options),  # type: ignore[arg-type]
+            cluster=ClusterConfig(prefill_peers=peers, secret=SECRET, **cluster),
+            fabric=FabricConfig(mode=mode),  # type: ignore[arg-type]
+        )
+    )
+
+
+@dataclass
+class Cluster:
+    """Running nodes by role, and a client session."""
+
+    http: aiohttp.ClientSession
+    prefill: list[Node] = field(default_factory=list)
+    decode: list[Node] = field(default_factory=list)
+    both: list[Node] = field(default_factory=list)
+
+    @property
+    def nodes(self) -> list[Node]:
+        return [*self.prefill, *self.decode, *self.both]
+
+    async def completion(self, node: Node, prompt: Any, **options: Any) -> dict[str, Any]:
+        """POST /v1/completions; the decoded body. Raises on any other status than 200."""
+        body = {"model": "m", "prompt": prompt, "temperature": 0, **options}
+        async with self.http.post(node.url + "/v1/completions", json=body) as response:
+            answer: dict[str, Any] = await response.json()
+            assert response.status == 200, answer
+            return answer
+
+
+@asynccontextmanager
+async def running(node: Node) -> AsyncIterator[Node]:
+    """A node from ready to stopped. A fault of the node is raised here."""
+    task = asyncio.ensure_future(node.run())
+    ready = asyncio.ensure_future(node.ready.wait())
+    try:
+        await asyncio.wait([task, ready], return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            await task
+        yield node
+        node.stop()
+        await task
+    finally:
+        ready.cancel()
+        if not task.done():
+            task.cancel()
+            await asyncio.wait([task])
+
+
+async def linked(node: Node) -> None:
+    """Wait until a decode node has a link to each of its peers."""
+    while not all(peer.up for peer in node.peers):
+        await node.changed()
+
+
+async def idle(*nodes: Node) -> None:
+    """Wait until every gauge of these nodes is zero, and prove their invariants."""
+    for node in nodes:
+        while not node.idle:
+            await node.changed()
+        node.check()
+
+
+def merge(config: NodeConfig, **sections: dict[str, Any]) -> NodeConfig:
+    """A configuration with some fields replaced, by section."""
+    changed = {
+        name: msgspec.structs.replace(getattr(config, name), **fields) for name, fields in sections.items()
+    }
+    return check(msgspec.structs.replace(config, **changed))

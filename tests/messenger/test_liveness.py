@@ -1,0 +1,58 @@
+"""Who is dead, and that nobody is because we slept."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pdserve.messenger.liveness import Liveness, OwnTime
+from pdserve.messenger.messages import Heartbeat, Load
+
+
+@given(st.lists(st.integers(0, 800).map(lambda eighths: eighths / 8), max_size=50))
+def test_own_time_never_goes_back_and_skips_pauses(gaps: list[float]) -> None:
+    time, now, last = OwnTime(0.5), 10.0, 10.0
+    assert time.at(now) == now
+    for gap in gaps:
+        now += gap
+        own = time.at(now)
+        assert own >= last - 1e-9
+        assert own - last <= 0.5 + 1e-9
+        last = max(own, last)
+    assert time.pauses == sum(gap > 0.5 for gap in gaps)
+
+
+def test_a_clock_that_goes_back_is_taken_for_one_that_stands() -> None:
+    time = OwnTime(0.5)
+    assert [time.at(now) for now in (5.0, 5.3, 5.1, 5.4)] == [5.0, 5.3, 5.3, 5.4]
+
+
+def test_silence_is_death() -> None:
+    peer = Liveness(0.25, 2.0, 0.0)
+    assert peer.verdict(2.0) is None
+    assert "nothing heard" in str(peer.verdict(2.1))
+    peer.sign(2.05)
+    assert peer.verdict(4.0) is None
+
+
+def test_a_path_that_carries_one_direction_only_is_death() -> None:
+    peer = Liveness(0.25, 2.0, 0.0)
+    for tenth in range(20):
+        peer.beat(Load(), tenth / 10)
+        peer.received(Heartbeat(tenth + 1, 0), tenth / 10)
+    assert peer.verdict(2.0) is None
+    peer.received(Heartbeat(30, 0), 2.1)
+    assert "echo" in str(peer.verdict(2.1))
+    peer.received(Heartbeat(31, 20), 2.1)
+    assert peer.verdict(4.0) is None
+
+
+def test_a_slow_echo_is_no_death() -> None:
+    """Always a second late, the peer echoes on and on."""
+    peer = Liveness(0.25, 2.0, 0.0)
+    for beat in range(1, 80):
+        now = beat * 0.25
+        mine = peer.beat(Load(), now)
+        assert mine.echo == max(0, beat - 1)
+        peer.received(Heartbeat(beat, max(0, beat - 4)), now)
+        assert peer.verdict(now) is None
