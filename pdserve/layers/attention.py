@@ -96,18 +96,15 @@ def _weigh(scores: Any, i: int, valid: int, tops: Any, sums: Any, totals: Any, l
 
 @kernel
 def _attend_tile(
-    qkv: Any,
-    kv: Any,
-    head: int,
-    group: int,
-    table: Any,
-    row: int,
-    count: int,
-    position: int,
-    scale: Any,
-    out: Any,
+    item: int, qkv: Any, kv: Any, heads: int, tables: Any, tiles: Any, scale: Any, out: Any
 ) -> None:
-    """Attention of `count` tokens from `row` (at `position`), with the query heads of one KV head."""
+    """Attention of one tile's rows with the query heads of one KV head: item = tile · kv_heads + kv head."""
+    kv_heads = kv.shape[1]
+    tile = item // kv_heads
+    head = item % kv_heads
+    group = heads // kv_heads
+    row, count, position = tiles[tile, 0], tiles[tile, 1], tiles[tile, 2]
+    table = tables[tiles[tile, 3]]
     dim = kv.shape[4]
     rows = count * group
     wide = (dim + PANEL - 1) // PANEL
@@ -120,8 +117,9 @@ def _attend_tile(
     totals = np.zeros((rows, wide * PANEL), np.float32)
     sums = np.zeros((rows, PANEL), np.float32)
     lanes = np.empty(PANEL, np.float32)
-    tops = np.full(rows, _MINUS_INFINITY, np.float32)
+    tops = np.empty(rows, np.float32)
     for i in range(rows):
+        tops[i] = _MINUS_INFINITY
         first = (head * group + i % group) * dim
         for d in range(dim):
             queries[i, d] = qkv[row + i // group, first + d] * scale
@@ -145,15 +143,6 @@ def _attend_tile(
 
 
 @kernel
-def _attend(item: int, qkv: Any, kv: Any, heads: int, tables: Any, tiles: Any, scale: Any, out: Any) -> None:
-    """Item i is KV head i mod kv_heads of tile i div kv_heads."""
-    kv_heads = kv.shape[1]
-    row, count, position, table = tiles[item // kv_heads]
-    head = item % kv_heads
-    _attend_tile(qkv, kv, head, heads // kv_heads, tables[table], row, count, position, scale, out)
-
-
-@kernel
 def paged_attention(qkv: Any, kv: Any, heads: int, tables: Any, tiles: Any, scale: Any, out: Any) -> None:
     """For each tile (row, count, position, table) of `tiles`: out[row:row+count] = attention of those rows.
 
@@ -161,7 +150,7 @@ def paged_attention(qkv: Any, kv: Any, heads: int, tables: Any, tiles: Any, scal
     tables [·, pages]; out [rows, heads·dim].
     """
     for item in range(tiles.shape[0] * kv.shape[1]):
-        _attend(item, qkv, kv, heads, tables, tiles, scale, out)
+        _attend_tile(item, qkv, kv, heads, tables, tiles, scale, out)
 
 
 @parallel_kernel
@@ -170,7 +159,7 @@ def paged_attention_parallel(
 ) -> None:
     """`paged_attention`, its tiles and heads shared out among threads."""
     for item in numba.prange(tiles.shape[0] * kv.shape[1]):
-        _attend(item, qkv, kv, heads, tables, tiles, scale, out)
+        _attend_tile(item, qkv, kv, heads, tables, tiles, scale, out)
 
 
 def cut_tiles(spans: list[tuple[int, int, int, int]]) -> NDArray[np.int64]:

@@ -10,8 +10,9 @@ from pdserve.models.default import default_cache_dir, ensure_default_model
 TEXT = """<|im_start|>user
 In 1969, 2 people walked on the Moon. Who were they, and what did they leave behind?<|im_end|>
 <|im_start|>assistant
-Neil Armstrong and Buzz Aldrin landed in the Sea of Tranquility on July 20. They left a flag, a plaque, a laser
-reflector and several instruments; Michael Collins stayed in orbit. ¿Y después? Naïve café — 東京, 1.5 × 10³ km.
+Neil Armstrong and Buzz Aldrin landed in the Sea of Tranquility on July 20. They left a flag, a plaque,
+a laser reflector and several instruments; Michael Collins stayed in orbit.
+¿Y después? Naïve café — 東京, 1.5 × 10³ km.
 <|im_end|>
 """
 

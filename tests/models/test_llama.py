@@ -84,7 +84,9 @@ def test_narrow_checkpoints_lose_nothing_more(
 def test_page_size_does_not_change_a_bit(page_size: int, tmp_path: Path) -> None:
     directory = write_checkpoint(tmp_path)
     usual = Rig(directory).force(1, TOKENS, [len(TOKENS)])
-    assert np.array_equal(Rig(directory, page_size=page_size, num_pages=200).force(1, TOKENS, CHUNKS)[-1:], usual)
+    assert np.array_equal(
+        Rig(directory, page_size=page_size, num_pages=200).force(1, TOKENS, CHUNKS)[-1:], usual
+    )
 
 
 def test_half_precision_cache_is_close(tmp_path: Path) -> None:
@@ -117,7 +119,9 @@ def test_planted_faults_show(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         kv = arguments[-1]
         kv[:] = np.roll(kv, 1, axis=1)
 
-    def stale_token(qkv: Any, heads: int, c: Any, s: Any, positions: Any, pages: Any, slots: Any, kv: Any) -> None:
+    def stale_token(
+        qkv: Any, heads: int, c: Any, s: Any, positions: Any, pages: Any, slots: Any, kv: Any
+    ) -> None:
         true(qkv, heads, c, s, positions, np.where(positions == 9, 0, pages), slots, kv)
 
     for fault in (late_rope, shifted_head, stale_token):
