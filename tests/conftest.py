@@ -53,7 +53,10 @@ def pytest_asyncio_loop_factories(
 @pytest.fixture(scope="session")
 def _blockbuster() -> BlockBuster:
     """Watches calls with a pdserve frame below them; a test's own blocking calls are its own affair."""
-    return BlockBuster("pdserve")
+    buster = BlockBuster("pdserve")
+    # Starting a process waits for its exec, in asyncio's own way of doing it too.
+    buster.functions["os.read"].can_block_in("/subprocess.py", {"_execute_child"})
+    return buster
 
 
 @pytest.fixture(autouse=True)
