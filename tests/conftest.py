@@ -55,13 +55,8 @@ def pytest_asyncio_loop_factories(
 def _blockbuster() -> BlockBuster:
     """Watches calls with a pdserve frame below them; a test's own blocking calls are its own affair."""
     buster = BlockBuster("pdserve")
-<<<<<<< HEAD
-    # A child is started by vfork and exec: its parent waits, a few milliseconds, for the exec to succeed.
-    buster.functions["os.read"].can_block_in("pdserve/worker/link.py", {"_spawn"})
-=======
     # Starting a process waits for its exec, in asyncio's own way of doing it too.
     buster.functions["os.read"].can_block_in("/subprocess.py", {"_execute_child"})
->>>>>>> tools
     return buster
 
 

@@ -257,8 +257,9 @@ def summarise(trace: Mapping[str, Any]) -> dict[str, float | int | None]:
 
     `ttft_ms`: request received to first token. `itl_ms`: mean time between tokens. `transfer_gbps`: KV bytes
     over the time in which some layer was under way (seen ready on one node, not yet counted on the other), in
-    1e9 bytes a second: the wire's own speed, without the waits for the next layer. `hidden_share`: the share of the runs (all of one size, so of the bytes) that the receiver had counted when the prefill
-    node saw the last layer of the last chunk tick, 0 to 1: what the transfer did not add to the first token.
+    1e9 bytes a second: the wire's own speed, without the waits for the next layer. `hidden_share`: the share
+    of the runs (all of one size, so of the bytes) that the receiver had counted when the prefill node saw the
+    last layer of the last chunk tick, 0 to 1: what the transfer did not add to the first token.
     """
     marks, steps = trace.get("marks", {}), trace.get("steps", {})
     first, last = marks.get("first_token"), marks.get("last_token")
