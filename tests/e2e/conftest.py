@@ -1,0 +1,29 @@
+"""Models of the end-to-end tests."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from pdserve.config import cache_directory
+from pdserve.models.default import ensure_default_model
+from tests.e2e.tiny import write_tiny_model
+
+
+@pytest.fixture(scope="session")
+def default_model() -> Path:
+    """SmolLM2-135M-Instruct, converted."""
+    return ensure_default_model(cache_directory())
+
+
+@pytest.fixture(scope="session")
+def tiny(default_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny random Llama (tests.e2e.tiny): its nodes start in a second or two."""
+    return write_tiny_model(tmp_path_factory.mktemp("tiny"), default_model)
+
+
+@pytest.fixture(scope="session")
+def other_tiny(default_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Another model of the same shape."""
+    return write_tiny_model(tmp_path_factory.mktemp("other-tiny"), default_model, seed=1)
