@@ -20,6 +20,8 @@ from pdserve.config.schema import ClusterConfig, EngineConfig, FabricConfig, Mod
 from pdserve.node.node import Node
 
 SECRET = "a secret of the test cluster"
+NOBODY = "http://127.0.0.1:1"
+"""A URL where nobody listens: the peer of a decode node that `running_cluster` gives others."""
 
 
 def node_config(

@@ -13,7 +13,7 @@ from typing import Any
 from prometheus_client.parser import text_string_to_metric_families
 
 from pdserve.node.node import Node
-from tests.e2e.cluster import Cluster, idle, node_config
+from tests.e2e.cluster import NOBODY, Cluster, idle, node_config
 from tests.e2e.seams import until
 
 KEY = "sesame"
@@ -40,6 +40,7 @@ def pair_configs(model: Path) -> tuple[Any, Any]:
     decode = node_config(
         "decode",
         model,
+        peers=(NOBODY,),
         num_pages=DECODE_PAGES + 1,
         max_num_seqs=2,
         max_model_len=DECODE_PAGES * PAGE,
