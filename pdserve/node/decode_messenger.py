@@ -123,6 +123,7 @@ class DecodeMessenger(MessengerShell):
             case Failed(request, error):
                 self._failed(request, error)
             case PagesSafe(request):
+                self._requested.pop(request, None)
                 self._scheduler.pages_safe(request)
                 self._wake()
             case Fence(link, _):
@@ -196,7 +197,6 @@ class DecodeMessenger(MessengerShell):
         self._wake()
 
     def _failed(self, id: str, error: PdserveError) -> None:
-        self._requested.pop(id, None)
         if self._scheduler.end_receiving(id, time.monotonic()):
             self._on_failed(id, error)
 
