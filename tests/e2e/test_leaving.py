@@ -161,6 +161,9 @@ async def inside_a_chunk(pair: Pair, shape: Shape) -> AsyncIterator[Client]:
         decode = pair.sink.decode
         await until(lambda: decode.runs_received == before + 2 * 4, pair.sink)
         yield client
+        # The prefill node is quiet at once: the decode node need not wait for a step that is still computed.
+        await until(lambda: pair.sink.idle, pair.sink)
+        assert not pair.source.idle
 
 
 @moment
