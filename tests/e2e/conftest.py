@@ -1,0 +1,41 @@
+"""Models of the end-to-end tests."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+
+from pdserve.config import cache_directory
+from pdserve.models.default import ensure_default_model
+from tests.e2e.cluster import running_cluster
+from tests.e2e.pair import KEY, Pair, pair_configs
+from tests.e2e.tiny import write_tiny_model
+
+
+@pytest.fixture(scope="session")
+def default_model() -> Path:
+    """SmolLM2-135M-Instruct, converted."""
+    return ensure_default_model(cache_directory())
+
+
+@pytest.fixture(scope="session")
+def tiny(default_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny random Llama (tests.e2e.tiny): its nodes start in a second or two."""
+    return write_tiny_model(tmp_path_factory.mktemp("tiny"), default_model)
+
+
+@pytest.fixture(scope="session")
+def other_tiny(default_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Another model of the same shape."""
+    return write_tiny_model(tmp_path_factory.mktemp("other-tiny"), default_model, seed=1)
+
+
+@pytest_asyncio.fixture(scope="session", loop_scope="session")
+async def pair(tiny: Path) -> AsyncIterator[Pair]:
+    """One prefill and one decode node (tests.e2e.pair). Whoever uses them leaves them idle."""
+    prefill, decode = pair_configs(tiny)
+    async with running_cluster(prefill=[prefill], decode=[decode], gate=True, key=KEY) as cluster:
+        yield Pair(cluster)
