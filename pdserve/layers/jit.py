@@ -20,6 +20,8 @@ from llvmlite import ir  # type: ignore[import-untyped]
 from numba.core import types
 from numba.extending import intrinsic as _intrinsic
 
+from pdserve.config.environment import cache_directory
+
 F = TypeVar("F", bound=Callable[..., Any])
 
 intrinsic: Any = _intrinsic
@@ -34,7 +36,7 @@ def _cache_directory() -> Path | None:
     """The first that can be written of: numba's own setting, our `__pycache__`, the user's cache."""
     sources = sorted(Path(__file__).parent.glob("*.py"))
     digest = hashlib.blake2b(b"".join(source.read_bytes() for source in sources), digest_size=6).hexdigest()
-    bases = [Path(__file__).parent / "__pycache__", Path.home() / ".cache" / "pdserve"]
+    bases = [Path(__file__).parent / "__pycache__", cache_directory()]
     if _CONFIG.CACHE_DIR:
         bases.insert(0, Path(_CONFIG.CACHE_DIR))
     for base in bases:

@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer
 
-from pdserve.models.default import default_cache_dir, ensure_default_model
+from pdserve.config import cache_directory
+from pdserve.models.default import ensure_default_model
 
 TEXT = """<|im_start|>user
 In 1969, 2 people walked on the Moon. Who were they, and what did they leave behind?<|im_end|>
@@ -19,7 +20,7 @@ a laser reflector and several instruments; Michael Collins stayed in orbit.
 
 @pytest.fixture(scope="session")
 def default_model() -> Path:
-    return ensure_default_model(default_cache_dir())
+    return ensure_default_model(cache_directory())
 
 
 @pytest.fixture(scope="session")

@@ -187,7 +187,7 @@ def test_converted_once_and_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
             raise ModelError("disk full")
         (target / "config.json").write_text("{}")
 
-    monkeypatch.setattr(default, "_find_wheel_or_gguf", lambda _cache: gguf)
+    monkeypatch.setattr(default, "_find_wheel_or_gguf", lambda *_arguments: gguf)
     monkeypatch.setattr(convert, "convert_gguf", convert_gguf)
     with pytest.raises(ModelError, match="disk full"):
         default.ensure_default_model(tmp_path)
