@@ -35,8 +35,10 @@ so that a sailor far out saw a flash, then darkness, then a flash again, and the
 told him which lighthouse it was. The clockwork was driven by a weight that sank down the middle of the \
 tower, and every few hours the keeper wound it up again. He trimmed the wick, carried up the oil, polished \
 the glass, and wrote down the weather. When fog hid the beam he fired a cannon or rang a bell instead. \
-Most keepers lived in the tower with their families, and some of them did not set foot on the mainland for \
-months.
+Ships carried a book that listed every light along the coast: its place, its height above the sea, its \
+colour, and the seconds from one flash to the next, so that a watchman with a pocket clock could look up \
+what he saw. Most keepers lived in the tower with their families, and some of them did not set foot on the \
+mainland for months.
 
 Why did each lighthouse flash in a rhythm of its own? Answer in two sentences."""
 
