@@ -51,6 +51,14 @@ def pytest_asyncio_loop_factories(
     return {"asyncio": asyncio.new_event_loop, "uvloop": uvloop.new_event_loop}
 
 
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What starts real nodes comes last, whatever the order of the rest: a broken part is found by its own
+    tests.
+    """
+    items.sort(key=lambda item: item.get_closest_marker("e2e") is not None)
+
+
 @pytest.fixture(scope="session")
 def _blockbuster() -> BlockBuster:
     """Watches calls with a pdserve frame below them; a test's own blocking calls are its own affair."""
