@@ -106,10 +106,16 @@ class Child:
         return self.process.pid
 
     async def follow(self, write: Callable[[str, str], None]) -> None:
-        """Hand each line of output to `write(name, line)` until the child has ended and all was read."""
+        """Hand each line of output to `write(name, line)` until the child has ended and all was read.
+
+        What it leaves behind in its session when it ends is killed.
+        """
         reading = asyncio.create_task(self._read(write), name=f"{self.name} output")
         try:
             await self.process.wait()
+            # At once: as long as a member of its session lives, and for long after, its pid names no other
+            # process.
+            self._kill_session()
             self.ended.set()
             await asyncio.wait([reading], timeout=_DRAIN_OUTPUT_S)
         finally:
@@ -138,10 +144,13 @@ class Child:
                 self.process.terminate()
 
     def kill(self) -> None:
-        """Kill it and all of its session that did not leave it. Only while it lives: a pid is used again."""
+        """Kill it and all of its session that did not leave it."""
         if not self.ended.is_set():
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self.pid, signal.SIGKILL)
+            self._kill_session()
+
+    def _kill_session(self) -> None:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.pid, signal.SIGKILL)
 
 
 async def supervise(

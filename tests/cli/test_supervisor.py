@@ -186,15 +186,16 @@ async def test_a_stop_while_starting_is_heeded() -> None:
     await asyncio.wait_for(run(("a", DRAINS), then=forever, timeout=60), 60)
 
 
-async def test_a_kill_reaches_the_whole_session() -> None:
+@pytest.mark.parametrize("signals", [1, 2])
+async def test_what_a_child_leaves_in_its_session_is_killed(signals: int) -> None:
     run = Run()
     grandchild = 0
 
     async def then(children: Sequence[Child]) -> None:
         nonlocal grandchild
         grandchild = int((await run.line("a", "grandchild")).split()[1])
-        run.stop()
-        run.stop()
+        for _ in range(signals):
+            run.stop()
 
     await run(("a", WITH_GRANDCHILD), then=then)
     assert await gone(grandchild)
@@ -202,7 +203,8 @@ async def test_a_kill_reaches_the_whole_session() -> None:
 
 async def test_a_grandchild_that_holds_the_pipe_holds_up_nobody() -> None:
     run = Run()
-    source = WITH_GRANDCHILD.replace("import signal; signal.pause()\n", "sys.exit(1)\n")
+    source = WITH_GRANDCHILD.replace("pause()'])", "pause()'], start_new_session=True)")
+    source = source.replace("import signal; signal.pause()\n", "sys.exit(1)\n")
     assert await run.failure(("a", source), then=forever) == "a ended with exit status 1"
     os.kill(int((await run.line("a", "grandchild")).split()[1]), signal.SIGKILL)
 
