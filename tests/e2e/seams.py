@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from pdserve.memory.counter import NO_GATE
@@ -51,7 +51,8 @@ def held_worker(node: Node, *, layer: int = 0, step: int = 0) -> Iterator[Hold]:
     try:
         yield hold
     finally:
-        node.worker.counter.hold_at = NO_GATE
+        with suppress(ValueError):  # the node has ended meanwhile, and its counter is closed
+            node.worker.counter.hold_at = NO_GATE
 
 
 @contextmanager
