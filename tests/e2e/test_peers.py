@@ -23,6 +23,7 @@ import pytest_asyncio
 from pdserve.errors import WorkerError
 from pdserve.messenger.events import Fenced, PagesSafe
 from pdserve.node.node import Node
+from pdserve.node.peers import HELLO_PATH
 from tests.e2e.client import Client
 from tests.e2e.cluster import Cluster, idle, linked, merge, node_config, running
 from tests.e2e.pair import completion_body, nothing_remembered, statistics_reach, texts_of, tokens
@@ -173,6 +174,9 @@ async def test_a_prefill_node_that_is_told_to_stop_finishes_what_it_has(stay: St
                 await until(lambda: all(link.leaving for link in machine._links.values()), stay.sink)
                 status, _, refused = await stay.post(SHORT)
                 assert status == 503, refused
+                async with stay.http.post(source.url + HELLO_PATH, data=b"") as hello:
+                    assert hello.status == 503
+                assert not answer.done()
                 source.worker.counter.hold_at = 0
                 status, _, body = await answer
         assert status == 200, body
@@ -189,8 +193,8 @@ async def test_a_prefill_node_that_cannot_finish_in_time_fails_its_requests(stay
                 await until(lambda: hold.reached, source)
                 source.stop()
                 status, _, body = await answer
-        assert status in (502, 503), body
-        assert body["error"]["message"]
+        assert status == 502, body
+        assert "shutting down" in body["error"]["message"]
     await idle(stay.sink)
     nothing_remembered(stay.sink)
 
