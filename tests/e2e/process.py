@@ -70,7 +70,9 @@ class NodeProcess:
     def worker(self) -> psutil.Process:
         """Its rank's process."""
         (worker,) = [
-            child for child in psutil.Process(self.process.pid).children() if "pdserve.worker" in child.cmdline()
+            child
+            for child in psutil.Process(self.process.pid).children()
+            if "pdserve.worker" in child.cmdline()
         ]
         return worker
 

@@ -105,7 +105,7 @@ def pages_were_safe_by_fences(node: Node, since: float) -> bool:
 async def sink(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Stay]:
     port = free_port()
     url = f"http://127.0.0.1:{port}"
-    sizes = {"num_pages": 129, "max_model_len": 1024, "max_num_seqs": 4}
+    sizes: dict[str, Any] = {"num_pages": 129, "max_model_len": 1024, "max_num_seqs": 4}
     sink = Node(node_config("decode", tiny, peers=(url,), **sizes), gate=True)
     reference = Node(node_config("both", tiny, **sizes))
     async with aiohttp.ClientSession() as http:
