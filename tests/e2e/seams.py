@@ -73,7 +73,7 @@ def held_messages(messenger: MessengerShell, *kinds: type[Any]) -> Iterator[list
     try:
         yield shown
     finally:
-        del messenger.send  # type: ignore[attr-defined]
+        del messenger.send
         for link, message in waiting:
             send(link, message)
 
@@ -94,7 +94,7 @@ def held_writes(prefill: PrefillMessenger, *, from_layer: int) -> Iterator[list[
     try:
         yield waiting
     finally:
-        del prefill.perform  # type: ignore[attr-defined]
+        del prefill.perform
         for effect in waiting:
             perform(effect)
 
@@ -115,6 +115,6 @@ def held_counts(decode: DecodeMessenger) -> Iterator[list[Any]]:
     try:
         yield waiting
     finally:
-        del decode.feed  # type: ignore[attr-defined]
+        del decode.feed
         for event in waiting:
             feed(event)

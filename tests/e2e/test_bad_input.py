@@ -302,7 +302,7 @@ async def test_a_replayed_hello_is_refused_and_the_link_it_was_meant_for_stays(p
         peer.link.lost(PeerError("a test wants to hear a hello"))
         await until(lambda: len(said) == 2 and peer.up, pair.sink)
     finally:
-        del peer._post  # type: ignore[attr-defined]
+        del peer._post
     await idle(*pair.nodes)
     async with innocent(pair):
         for _ in range(2):
