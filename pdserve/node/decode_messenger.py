@@ -200,11 +200,11 @@ class DecodeMessenger(MessengerShell):
 
 
 def node_load(scheduler: Scheduler) -> Load:
-    """A node's load as its peers hear it."""
+    """A node's load as its peers hear it: what is in the batch and not computed waits too."""
     stats = scheduler.statistics()
     now = time.monotonic()
     return Load(
         queue_age=0.0 if stats.head_arrival is None else max(0.0, now - stats.head_arrival),
-        waiting_tokens=stats.waiting_tokens,
+        waiting_tokens=stats.waiting_tokens + stats.unplanned_tokens,
         free_pages=stats.pages_free - stats.pages_reserved,
     )

@@ -68,6 +68,9 @@ STALLED_S = 60.0
 QUIET_S = 5.0
 """How long a node that stops waits for its peers to be quiet before it fences them."""
 
+FAREWELL_S = 1.0
+"""How long a prefill node that ends waits for its peers to have heard how their requests ended."""
+
 
 class Node:
     """A node of any role on the running loop. Several may live in one process."""
@@ -351,11 +354,16 @@ class Node:
     async def _drain(self) -> None:
         """Take no new work, let what runs finish until the deadline, cancel the rest, wait for quiet."""
         self.frontend.draining = True
+        if self.hello_server is not None:
+            self.hello_server.stop()
         messenger = self.decode or self.prefill
         if messenger is not None:
             messenger.feed(Drain())
         await self._until(self._all_done, self.config.server.shutdown_timeout)
-        self.frontend.fail_all(Draining("the server is shutting down", retry_after=1.0))
+        late = Draining("the server is shutting down", retry_after=1.0)
+        self.frontend.fail_all(late)
+        if self.prefill is not None:
+            self.prefill.fail_all(late)
         await self._until(self._quiet, QUIET_S)
 
     def _all_done(self) -> bool:
@@ -377,16 +385,30 @@ class Node:
         self.engine.close()
         cause = self._cause
         error = cause if isinstance(cause, PdserveError) else InternalError("the server ended unexpectedly")
+        if self.hello_server is not None:
+            self.hello_server.stop()
         if cause is not None and self.prefill is not None:
             self.prefill.fail_all(error)
         self.frontend.draining = True
         self.frontend.fail_all(error if cause is not None else Draining("the server is shutting down"))
 
     async def _close_links(self) -> None:
+        if self.prefill is not None:
+            await self._farewell(self.prefill)
         for messenger in (self.decode, self.prefill):
             if messenger is not None:
                 await messenger.close_links()
                 messenger.close()
+
+    async def _farewell(self, prefill: PrefillMessenger) -> None:
+        """Peers hear how their requests ended before their links close: else all they know is that a link
+        broke, and a request whose KV has just been sent is lost with it."""
+        deadline = time.monotonic() + FAREWELL_S
+        while not prefill.machine.idle and time.monotonic() < deadline:
+            await self.changed()
+        said = {link: link.said for link in prefill.links.values()}
+        while time.monotonic() < deadline and not all(link.heard(number) for link, number in said.items()):
+            await self.changed()
 
     # What the parts tell each other.
 

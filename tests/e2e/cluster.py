@@ -6,8 +6,8 @@ What makes it a test's cluster is only that the test can look inside: at arenas,
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -133,6 +133,73 @@ async def running_cluster(
         for node in cluster.decode:
             await linked(node)
         yield cluster
+
+
+@asynccontextmanager
+async def together(*nodes: Node) -> AsyncIterator[None]:
+    """These nodes, started at the same time."""
+    async with AsyncExitStack() as stack:
+        starts = [asyncio.ensure_future(stack.enter_async_context(running(node))) for node in nodes]
+        try:
+            await asyncio.gather(*starts)
+        finally:
+            for start in starts:
+                start.cancel()
+            await asyncio.wait(starts)
+        yield
+
+
+@asynccontextmanager
+async def serving(
+    model: Path | str,
+    *,
+    mode: str = "auto",
+    prefill: dict[str, Any] | None = None,
+    decode: dict[str, Any] | None = None,
+    both: dict[str, Any] | None = None,
+    gate: bool = False,
+    fault: str = "",
+    **engine: Any,
+) -> AsyncIterator[Cluster]:
+    """One prefill node and one decode node that are linked, and with `both` (options of its own) a node that
+    does all. `gate` and `fault`: of the prefill node's worker. `engine`: options of all nodes."""
+
+    def config(role: str, options: dict[str, Any] | None, peers: tuple[str, ...] = ()) -> NodeConfig:
+        return node_config(role, model, peers=peers, mode=mode, **{**engine, **(options or {})})
+
+    source = Node(config("prefill", prefill), gate=gate, fault=fault)
+    single = [] if both is None else [Node(config("both", both))]
+    async with AsyncExitStack() as stack:
+        http = await stack.enter_async_context(aiohttp.ClientSession())
+        await stack.enter_async_context(together(source, *single))
+        target = Node(config("decode", decode, (source.url,)))
+        await stack.enter_async_context(running(target))
+        await linked(target)
+        yield Cluster(http, [source], [target], single)
+
+
+@contextmanager
+def wrapped(owner: Any, name: str, make: Callable[[Any], Any]) -> Iterator[None]:
+    """Put `make(what was there)` in the place of an attribute of this one object, and undo it.
+
+    The seam of tests that look at what a node tells its parts, hold it back or change it.
+    """
+    own = vars(owner)
+    before, had = getattr(owner, name), name in own
+    setattr(owner, name, make(before))
+    try:
+        yield
+    finally:
+        if had:
+            setattr(owner, name, before)
+        else:
+            delattr(owner, name)
+
+
+async def until(condition: Callable[[], object], node: Node) -> None:
+    """Wait for a condition on the state of `node`."""
+    while not condition():
+        await node.changed()
 
 
 async def linked(node: Node) -> None:

@@ -165,5 +165,3 @@ async def machine_reaches(node: Node, **wanted: int) -> None:
     assert messenger is not None
     machine = messenger.machine
     await until(lambda: all(machine.statistics()[name] == value for name, value in wanted.items()), node)
-
-

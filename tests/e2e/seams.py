@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from pdserve.memory.counter import NO_GATE
@@ -51,7 +51,8 @@ def held_worker(node: Node, *, layer: int = 0, step: int = 0) -> Iterator[Hold]:
     try:
         yield hold
     finally:
-        node.worker.counter.hold_at = NO_GATE
+        with suppress(ValueError):  # the node has ended meanwhile, and its counter is closed
+            node.worker.counter.hold_at = NO_GATE
 
 
 @contextmanager
@@ -72,7 +73,7 @@ def held_messages(messenger: MessengerShell, *kinds: type[Any]) -> Iterator[list
     try:
         yield shown
     finally:
-        del messenger.send  # type: ignore[attr-defined]
+        del messenger.send
         for link, message in waiting:
             send(link, message)
 
@@ -93,7 +94,7 @@ def held_writes(prefill: PrefillMessenger, *, from_layer: int) -> Iterator[list[
     try:
         yield waiting
     finally:
-        del prefill.perform  # type: ignore[attr-defined]
+        del prefill.perform
         for effect in waiting:
             perform(effect)
 
@@ -114,6 +115,6 @@ def held_counts(decode: DecodeMessenger) -> Iterator[list[Any]]:
     try:
         yield waiting
     finally:
-        del decode.feed  # type: ignore[attr-defined]
+        del decode.feed
         for event in waiting:
             feed(event)

@@ -222,7 +222,11 @@ UNFIT: dict[str, tuple[dict[str, Any], str, tuple[str, ...]]] = {
     "another layout": ({"layout": "[layer][page][K|V][head][token][dim]"}, "KV layout", ("[K|V][head]",)),
     "another segment size": ({"segment_tokens": 128}, "segment size", ("64", "128")),
     "another context size": ({"context_bytes": 256}, "context size", ("0", "256")),
-    "other heads": ({"cache_groups": (CacheGroup("model", 4, 8, 128),)}, "cache groups", ("8 heads", "2 heads")),
+    "other heads": (
+        {"cache_groups": (CacheGroup("model", 4, 8, 128),)},
+        "cache groups",
+        ("8 heads", "2 heads"),
+    ),
     "more layers": ({"cache_groups": (CacheGroup("model", 5, 2, 128),)}, "cache groups", ("5 layers",)),
     "a prefill node": ({"role": "prefill"}, "role", ("prefill",)),
     "an old version": ({"version": 99}, "protocol version", ("99",)),
@@ -298,7 +302,7 @@ async def test_a_replayed_hello_is_refused_and_the_link_it_was_meant_for_stays(p
         peer.link.lost(PeerError("a test wants to hear a hello"))
         await until(lambda: len(said) == 2 and peer.up, pair.sink)
     finally:
-        del peer._post  # type: ignore[attr-defined]
+        del peer._post
     await idle(*pair.nodes)
     async with innocent(pair):
         for _ in range(2):
@@ -328,7 +332,9 @@ async def test_a_decode_node_of_another_model_says_so_and_serves_nothing(
         assert "model fingerprint" in reason
         assert node.peers[0]._facts.model in reason
         assert pair.sink.peers[0]._facts.model in reason
-        async with http.post(node.url + COMPLETIONS, json=completion_body("hello you", max_tokens=2)) as response:
+        async with http.post(
+            node.url + COMPLETIONS, json=completion_body("hello you", max_tokens=2)
+        ) as response:
             assert response.status == 503
             assert "Retry-After" in response.headers
             assert (await response.json())["error"]["code"] == "no_prefill_peer"
