@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
-from pdserve.models.default import default_cache_dir, ensure_default_model
+from pdserve.config import cache_directory
+from pdserve.models.default import ensure_default_model
 from tests.e2e.cluster import running_cluster
 from tests.e2e.pair import KEY, Pair, pair_configs
 from tests.e2e.tiny import write_tiny_model
@@ -19,7 +20,7 @@ from tests.e2e.tiny import write_tiny_model
 @pytest.fixture(scope="session")
 def default_model() -> Path:
     """SmolLM2-135M-Instruct, converted."""
-    return ensure_default_model(default_cache_dir())
+    return ensure_default_model(cache_directory())
 
 
 @pytest.fixture(scope="session")
