@@ -89,6 +89,17 @@ def test_a_deeper_switch_is_nearer() -> None:
     assert nics_of(assign(Topology(gpus, nics), 2)) == [("n1",), ("n0",)]
 
 
+def test_who_has_a_choice_leaves_the_others_theirs() -> None:
+    """One GPU has two NICs below its switch, the other finds all four of its NUMA node equally near."""
+    switch = ("pci0000:20", "0000:20:01.0", "0000:21:00.0")
+    gpus = (Gpu(Pci("0000:10:00.0", ("pci0000:10",), 0)), Gpu(Pci("0000:22:00.0", switch, 0)))
+    chains = (switch, switch, ("pci0000:30",), ("pci0000:40",))
+    nics = tuple(
+        Nic(f"n{n}", NicKind.EFA, Pci(f"0000:5{n}:00.0", chain, 0), f"n{n}") for n, chain in enumerate(chains)
+    )
+    assert nics_of(assign(Topology(gpus, nics), 2)) == [("n2", "n3"), ("n0", "n1")]
+
+
 def test_the_same_root_complex_beats_the_same_node() -> None:
     gpu = Gpu(Pci("0000:10:1c.0", ("pci0000:10",), 0))
     far = Nic("far", NicKind.EFA, Pci("0000:00:1b.0", ("pci0000:00",), 0), "far")

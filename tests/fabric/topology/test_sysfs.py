@@ -240,6 +240,16 @@ def test_what_is_missing_is_unknown(sysfs: Path) -> None:
     assert read_topology(sysfs) == Topology()
 
 
+def test_links_that_lead_out_of_the_tree_are_not_followed(sysfs: Path, tmp_path: Path) -> None:
+    virtual_machine(sysfs)
+    outside = tmp_path / "outside"
+    outside.write_text("0\n")
+    online = sysfs / "devices/system/cpu/online"
+    online.unlink()
+    online.symlink_to(outside)
+    assert read_topology(sysfs).online == 2
+
+
 @pytest.mark.parametrize("name", MACHINES)
 def test_machines_are_sane(machine: Machine, name: str) -> None:
     _sane(machine(name))
