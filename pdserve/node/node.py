@@ -31,7 +31,7 @@ from pdserve.engine.plan import StepResult
 from pdserve.engine.request import Request
 from pdserve.engine.scheduler import Scheduler
 from pdserve.errors import ConfigError, Draining, InternalError, PdserveError, WorkerError
-from pdserve.fabric import Fabric, ImmCounters
+from pdserve.fabric import Fabric, ImmCounters, Topology
 from pdserve.fabric import FabricConfig as FabricOptions
 from pdserve.http.app import build_app, make_runner
 from pdserve.http.config import HttpConfig
@@ -47,6 +47,7 @@ from pdserve.node.hello_server import HelloServer
 from pdserve.node.loading import LoadingBar
 from pdserve.node.peers import PeerConnection
 from pdserve.node.prefill_messenger import PrefillMessenger
+from pdserve.node.self_test import self_test, this_machine
 from pdserve.node.snapshot import snapshot
 from pdserve.node.tracing import fetch_merged
 from pdserve.node.watcher import LayerWatcher
@@ -87,6 +88,7 @@ class Node:
         self.engine: EngineLoop
         self.frontend: NodeFrontend
         self.fabric: Fabric | None = None
+        self.topology: Topology
         self.counters = ImmCounters()
         self.decode: DecodeMessenger | None = None
         self.prefill: PrefillMessenger | None = None
@@ -127,6 +129,7 @@ class Node:
         Cancelling closes everything without draining.
         """
         weights = identity.find_model(self.config)
+        self.topology = this_machine()
         try:
             async with asyncio.TaskGroup() as group:
                 live = group.create_task(self._live(weights, on_ready), name="node")
@@ -159,10 +162,10 @@ class Node:
                 )
             )
             self.fabric = await stack.enter_async_context(fabric)
-            log.info("fabric: %s", self.fabric.info)
             async with asyncio.TaskGroup() as self._outer:
                 pump = self._outer.create_task(self.fabric.run(), name="fabric pump")
                 try:
+                    await self_test(self.fabric, self.topology, measure=options.self_test)
                     self._build_messenger(weights)
                     await self._serve(on_ready)
                 finally:

@@ -52,7 +52,7 @@ def test_help_imports_no_command() -> None:
 
 def test_unknown_words_name_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
     assert "unknown command 'sevre'; did you mean serve?" in refused(capsys, "sevre")
-    assert "known: serve, up, trace, config, version" in refused(capsys, "xyzzy")
+    assert "known: serve, up, doctor, trace, config, version" in refused(capsys, "xyzzy")
     assert "unknown option --page-siz; did you mean --page-size?" in refused(capsys, "serve", "--page-siz=8")
     # An abbreviation would change its meaning when an option is added.
     error = refused(capsys, "serve", "--max-num-s", "1")

@@ -43,7 +43,7 @@ def node_config(
             model=ModelConfig(model=str(model), max_model_len=max_model_len),
             engine=EngineConfig(role=role, **options),  # type: ignore[arg-type]
             cluster=ClusterConfig(prefill_peers=peers, secret=SECRET, **cluster),
-            fabric=FabricConfig(mode=mode),  # type: ignore[arg-type]
+            fabric=FabricConfig(mode=mode, self_test=False),  # type: ignore[arg-type]
         )
     )
 
