@@ -363,6 +363,8 @@ class Node:
         if messenger is not None:
             messenger.feed(Drain())
         await self._until(self._all_done, self.config.server.shutdown_timeout)
+        if not self._all_done():
+            log.warning("not all requests ended in time; the rest is cancelled: %s", self._unfinished())
         late = Draining("the server is shutting down", retry_after=1.0)
         self.frontend.fail_all(late)
         if self.prefill is not None:
@@ -371,6 +373,12 @@ class Node:
 
     def _all_done(self) -> bool:
         return not self.frontend.generations and (self.prefill is None or self.prefill.machine.idle)
+
+    def _unfinished(self) -> str:
+        """What keeps a node that drains: generations here, work for peers."""
+        machine = {} if self.prefill is None else self.prefill.machine.statistics()
+        gauges = {name: count for name, count in machine.items() if count and name.startswith("works_")}
+        return f"{len(self.frontend.generations)} generations, {gauges or 'no work'} for peers"
 
     def _quiet(self) -> bool:
         return all(m is None or m.machine.idle for m in (self.decode, self.prefill))

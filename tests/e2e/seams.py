@@ -1,7 +1,7 @@
 """Where a test takes hold of a running node: its worker's gate, its messages, its writes, its counts.
 
-Nothing here makes anything happen: it only keeps what happens anyway from happening yet. Each hold is a context
-manager that lets everything go, in order, when it ends.
+Nothing here makes anything happen: it only keeps what happens anyway from happening yet. Each hold is a
+context manager that lets everything go, in order, when it ends.
 """
 
 from __future__ import annotations

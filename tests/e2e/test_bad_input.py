@@ -1,5 +1,5 @@
-"""What clients and strangers send that is wrong, to real nodes: a clear answer, before any work, and nothing else
-is disturbed."""
+"""What clients and strangers send that is wrong, to real nodes: a clear answer, before any work, and nothing
+else is disturbed."""
 
 from __future__ import annotations
 

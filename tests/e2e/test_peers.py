@@ -1,7 +1,8 @@
 """Peers that are not there yet, leave, die, stop and come back, with one decode node that stays.
 
 What runs when a peer is lost is answered with a clear error or with its whole text; pages are given back only
-when the port that the peer wrote through has been closed; and what is asked next is served, by whoever is there.
+when the port that the peer wrote through has been closed; and what is asked next is served, by whoever is
+there.
 """
 
 from __future__ import annotations
@@ -185,7 +186,9 @@ async def test_a_prefill_node_that_is_told_to_stop_finishes_what_it_has(stay: St
     nothing_remembered(stay.sink)
 
 
-async def test_a_prefill_node_that_cannot_finish_in_time_fails_its_requests(stay: Stay) -> None:
+async def test_a_prefill_node_that_cannot_finish_in_time_fails_its_requests(
+    stay: Stay, caplog: pytest.LogCaptureFixture
+) -> None:
     async with running(stay.prefill_node(shutdown_timeout=0.0)) as source:
         await linked(stay.sink)
         with held_worker(source, layer=1, step=2) as hold:
@@ -195,6 +198,7 @@ async def test_a_prefill_node_that_cannot_finish_in_time_fails_its_requests(stay
                 status, _, body = await answer
         assert status == 502, body
         assert "shutting down" in body["error"]["message"]
+        assert "'works_running': 1" in caplog.text
     await idle(stay.sink)
     nothing_remembered(stay.sink)
 
@@ -235,6 +239,7 @@ async def test_a_killed_prefill_node_fails_what_it_was_sending_and_nothing_else(
         await stay.serves()
         next_one.send(signal.SIGTERM)
         assert await next_one.ended(stay.sink) == 0, next_one.log.read_text()
+        assert "ended in time" not in next_one.log.read_text()
 
 
 async def test_a_stopped_prefill_node_is_dead_until_it_goes_on(stay: Stay) -> None:
@@ -287,7 +292,7 @@ async def test_a_killed_decode_node_costs_the_prefill_node_nothing(stay: Stay) -
 
 
 async def test_a_prefill_nodes_dead_worker_is_named_to_whoever_waits_for_it(stay: Stay) -> None:
-    with pytest.raises(WorkerError, match=r"worker .* \(pid \d+\)"):
+    with pytest.raises(WorkerError, match=r"worker .* \(pid \d+\)"):  # noqa: PT012
         async with running(stay.prefill_node()) as source:
             await linked(stay.sink)
             with held_worker(source, layer=1, step=2) as hold:
@@ -304,7 +309,7 @@ async def test_a_prefill_nodes_dead_worker_is_named_to_whoever_waits_for_it(stay
 
 async def test_a_decode_nodes_dead_worker_is_named_to_its_clients(stay: Stay) -> None:
     async with running(stay.prefill_node()) as source:
-        with pytest.raises(WorkerError, match=r"worker .* \(pid \d+\)"):
+        with pytest.raises(WorkerError, match=r"worker .* \(pid \d+\)"):  # noqa: PT012
             config = node_config("decode", stay.model, peers=(stay.url,), num_pages=129, max_model_len=1024)
             async with running(Node(config, gate=True)) as doomed:
                 await linked(doomed)
