@@ -36,6 +36,7 @@ for _name in environment.variables():
 _COUNTERS = (
     ("pdserve.fabric", "open_handles"),
     ("pdserve.memory", "open_arenas"),
+    ("pdserve.worker.link", "open_links"),
 )
 """Counters of live native objects, as (module, function). Looked at only where a test has imported the
 module.
@@ -50,10 +51,21 @@ def pytest_asyncio_loop_factories(
     return {"asyncio": asyncio.new_event_loop, "uvloop": uvloop.new_event_loop}
 
 
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What starts real nodes comes last, whatever the order of the rest: a broken part is found by its own
+    tests.
+    """
+    items.sort(key=lambda item: item.get_closest_marker("e2e") is not None)
+
+
 @pytest.fixture(scope="session")
 def _blockbuster() -> BlockBuster:
     """Watches calls with a pdserve frame below them; a test's own blocking calls are its own affair."""
-    return BlockBuster("pdserve")
+    buster = BlockBuster("pdserve")
+    # Starting a process waits for its exec, in asyncio's own way of doing it too.
+    buster.functions["os.read"].can_block_in("/subprocess.py", {"_execute_child"})
+    return buster
 
 
 @pytest.fixture(autouse=True)

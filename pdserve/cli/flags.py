@@ -41,6 +41,7 @@ FLAGS: dict[str, tuple[str, ...]] = {
     "fabric.host": ("--fabric-host",),
     "fabric.mode": ("--fabric-mode",),
     "fabric.library": ("--fabric-library",),
+    "fabric.self_test": ("--fabric-self-test",),
     "observe.log_level": ("--log-level",),
     "observe.log_format": ("--log-format",),
 }

@@ -21,6 +21,7 @@ from pdserve.errors import ConfigError, PdserveError
 COMMANDS = {
     "serve": "run one node",
     "up": "run a cluster of nodes on this machine",
+    "doctor": "say what this machine, its network and its peers are like, and what is wrong with them",
     "trace": "show when each step and layer of a request happened",
     "config": "check a configuration and print it",
     "version": "print the version",

@@ -55,26 +55,47 @@ class Stop:
 class Child:
     """A running child process. Owned by `supervise`, which has waited for it when it returns."""
 
-    def __init__(self, command: Command, process: asyncio.subprocess.Process) -> None:
+    def __init__(
+        self,
+        command: Command,
+        process: asyncio.subprocess.Process,
+        output: asyncio.StreamReader,
+        pipe: asyncio.ReadTransport,
+    ) -> None:
         self.command = command
         self.process = process
         self.ended = asyncio.Event()
+        self._output = output
+        self._pipe = pipe
 
     @classmethod
     async def start(cls, command: Command) -> Child:
-        """Start it with its output on a pipe to us and nothing on its input."""
+        """Start it with its output on a pipe to us and nothing on its input.
+
+        The pipe is ours and not asyncio's: `Process.wait` waits for the end of asyncio's pipes too, which a
+        grandchild may hold open.
+        """
+        loop = asyncio.get_running_loop()
+        read_end, write_end = os.pipe()
+        output = asyncio.StreamReader()
+        pipe, _ = await loop.connect_read_pipe(
+            lambda: asyncio.StreamReaderProtocol(output), os.fdopen(read_end, "rb", 0)
+        )
         try:
             process = await asyncio.create_subprocess_exec(
                 *command.argv,
                 env=dict(command.env),
                 stdin=asyncio.subprocess.DEVNULL,
-                stdout=asyncio.subprocess.PIPE,
-                stderr=asyncio.subprocess.STDOUT,
+                stdout=write_end,
+                stderr=write_end,
                 start_new_session=True,
             )
         except OSError as error:
+            pipe.close()
             raise ChildFailed(f"{command.name} could not be started: {error}") from error
-        return cls(command, process)
+        finally:
+            os.close(write_end)
+        return cls(command, process, output, pipe)
 
     @property
     def name(self) -> str:
@@ -85,21 +106,26 @@ class Child:
         return self.process.pid
 
     async def follow(self, write: Callable[[str, str], None]) -> None:
-        """Hand each line of output to `write(name, line)` until the child has ended and all was read."""
+        """Hand each line of output to `write(name, line)` until the child has ended and all was read.
+
+        What it leaves behind in its session when it ends is killed.
+        """
         reading = asyncio.create_task(self._read(write), name=f"{self.name} output")
         try:
             await self.process.wait()
+            # At once: as long as a member of its session lives, and for long after, its pid names no other
+            # process.
+            self._kill_session()
             self.ended.set()
             await asyncio.wait([reading], timeout=_DRAIN_OUTPUT_S)
         finally:
             reading.cancel()
             await asyncio.wait([reading])
+            self._pipe.close()
 
     async def _read(self, write: Callable[[str, str], None]) -> None:
-        stream = self.process.stdout
-        assert stream is not None
         lines = LineSplitter()
-        while data := await stream.read(1 << 16):
+        while data := await self._output.read(1 << 16):
             for line in lines.feed(data):
                 write(self.name, line)
         for line in lines.end():
@@ -118,10 +144,13 @@ class Child:
                 self.process.terminate()
 
     def kill(self) -> None:
-        """Kill it and all of its session that did not leave it. Only while it lives: a pid is used again."""
+        """Kill it and all of its session that did not leave it."""
         if not self.ended.is_set():
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self.pid, signal.SIGKILL)
+            self._kill_session()
+
+    def _kill_session(self) -> None:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.pid, signal.SIGKILL)
 
 
 async def supervise(
@@ -154,7 +183,8 @@ async def supervise(
         await _end(children, stop, shutdown_timeout)
     if not stop.now.is_set():
         for child in children:
-            if child.process.returncode != 0:
+            # Killed by the very SIGTERM: it had not got as far as handling it.
+            if child.process.returncode not in (0, -signal.SIGTERM):
                 raise ChildFailed(f"{child.name} {child.how_it_ended()} when it was told to stop")
 
 

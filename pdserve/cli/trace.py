@@ -11,6 +11,7 @@ import urllib.request
 from collections.abc import Mapping
 from typing import Any
 
+from pdserve.config import variables
 from pdserve.errors import NotFound, PdserveError
 from pdserve.observe.trace import summarise
 
@@ -18,17 +19,19 @@ _TIMEOUT_S = 10.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("request_id", metavar="REQUEST_ID", help="X-Request-Id, or the id in the body")
+    parser.add_argument("request_id", metavar="REQUEST_ID", help="the id that the answer had")
     parser.add_argument(
         "--url",
         default="http://127.0.0.1:8000",
         help="the node that the request was sent to (default: http://127.0.0.1:8000)",
     )
+    parser.add_argument("--api-key", help="where the node asks for one (default: PDSERVE_SERVER_API_KEY)")
     parser.add_argument("--json", action="store_true", help="the whole trace as JSON")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    trace = fetch(arguments.url, arguments.request_id)
+    key = arguments.api_key or variables().get("PDSERVE_SERVER_API_KEY")
+    trace = fetch(arguments.url, arguments.request_id, key)
     if arguments.json:
         json.dump(trace, sys.stdout, indent=2)
         print()
@@ -37,21 +40,24 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def fetch(url: str, request_id: str) -> dict[str, Any]:
+def fetch(url: str, request_id: str, api_key: str | None = None) -> dict[str, Any]:
     """The trace from a node. Raises `NotFound` if it knows no such request, `PdserveError` if it cannot be
     asked.
     """
     if not url.startswith(("http://", "https://")):
         raise PdserveError(f"--url = {url!r}: expected http://HOST:PORT")
     where = f"{url.rstrip('/')}/pd/v1/trace/{urllib.parse.quote(request_id, safe='')}"
+    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     try:
-        with urllib.request.urlopen(where, timeout=_TIMEOUT_S) as response:
+        request = urllib.request.Request(where, headers=headers)
+        with urllib.request.urlopen(request, timeout=_TIMEOUT_S) as response:
             return dict(json.load(response))
     except urllib.error.HTTPError as error:
         with error:
             if error.code == 404:
                 raise NotFound(f"{url} knows no request {request_id} (any more)") from error
-            raise PdserveError(f"{where} answered {error.code}") from error
+            hint = "; it asks for --api-key" if error.code == 401 else ""
+            raise PdserveError(f"{where} answered {error.code}{hint}") from error
     except (OSError, ValueError) as error:
         raise PdserveError(f"{where}: {getattr(error, 'reason', None) or error}") from error
 

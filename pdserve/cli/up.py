@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import pdserve
 from pdserve.cli.cluster import NodePlan, count_nodes, plan_cluster
 from pdserve.cli.flags import add_config_flags, settings
+from pdserve.cli.parent import die_with_parent
 from pdserve.cli.supervisor import Child, Command, Stop, supervise
 from pdserve.config import NodeConfig, render, resolve, secret_variables, variables, warnings
 from pdserve.config.environment import child_environment
@@ -64,12 +65,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--config defaults to conf/local.toml of the source tree."
     )
     add_config_flags(parser, without=("engine.role", "cluster.prefill_peers"))
+    parser.add_argument("--parent-pid", type=int, help=argparse.SUPPRESS)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Start the nodes, say where they are, and wait for a signal: the first asks them to end, the second
     kills.
     """
+    if arguments.parent_pid is not None:
+        die_with_parent(arguments.parent_pid)
     config, sources = resolve(arguments.config or _default_file(), variables(), settings(arguments))
     if config.cluster.prefill_peers or config.engine.role != "both":
         raise ConfigError("engine.role and cluster.prefill_peers have no place here: up decides them itself")
@@ -189,10 +193,13 @@ async def _until_healthy(plans: Sequence[NodePlan], timeout: float) -> None:
 
     limit = aiohttp.ClientTimeout(total=_HEALTH_TIMEOUT_S)
     try:
-        async with asyncio.timeout(timeout), aiohttp.ClientSession(timeout=limit) as session:
-            async with asyncio.TaskGroup() as group:
-                for plan in plans:
-                    group.create_task(wait_for(plan, session), name=f"{plan.name} health")
+        async with (
+            asyncio.timeout(timeout),
+            aiohttp.ClientSession(timeout=limit) as session,
+            asyncio.TaskGroup() as group,
+        ):
+            for plan in plans:
+                group.create_task(wait_for(plan, session), name=f"{plan.name} health")
     except TimeoutError:
         reasons = "; ".join(f"{name}: {reason}" for name, reason in waiting.items())
         raise StartTimeout(f"not ready after {timeout:g} s: {reasons}") from None
@@ -206,7 +213,10 @@ async def _health(session: aiohttp.ClientSession, url: str) -> str:
         async with session.get(f"{url}/health") as response:
             if response.status == 200:
                 return ""
-            return f"/health says {response.status} {(await response.text())[:200]}"
+            text = await response.text()
+            with contextlib.suppress(ValueError, KeyError, TypeError):
+                text = str(json.loads(text)["reason"])
+            return f"/health says {response.status} {text[:500]}"
     except TimeoutError:
         return "/health does not answer"
     except aiohttp.ClientError as error:
@@ -234,10 +244,12 @@ async def _served_name(plan: NodePlan) -> str:
     key = plan.config.server.api_key
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     limit = aiohttp.ClientTimeout(total=_HEALTH_TIMEOUT_S)
-    async with aiohttp.ClientSession(timeout=limit, headers=headers) as session:
-        async with session.get(f"{plan.url}/v1/models") as response:
-            response.raise_for_status()
-            return str((await response.json())["data"][0]["id"])
+    async with (
+        aiohttp.ClientSession(timeout=limit, headers=headers) as session,
+        session.get(f"{plan.url}/v1/models") as response,
+    ):
+        response.raise_for_status()
+        return str((await response.json())["data"][0]["id"])
 
 
 def _announce(report: dict[str, Any], config: NodeConfig, *, as_json: bool) -> None:

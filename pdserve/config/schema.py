@@ -167,6 +167,9 @@ class FabricConfig(_Section, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         Annotated[str, Meta(min_length=1, max_length=4096)] | None,
         Meta(description="path of libfabric.so.1; none: looked up"),
     ] = None
+    self_test: Annotated[
+        bool, Meta(description="measure the fabric for 0.1 s when the node starts, and log its speed")
+    ] = True
 
 
 class ObserveConfig(_Section, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -34,6 +34,11 @@ class Batch:
         """Sequences that have ended and that no plan has named as finished yet."""
         return len(self._untold)
 
+    @property
+    def unplanned_tokens(self) -> int:
+        """Prompt tokens that no step has been published for."""
+        return sum(len(request.prompt) - request.scheduled for request in self._prefilling.values())
+
     def prefill(self, request: Request) -> None:
         """Give a row to a request whose prompt is to be computed here."""
         self._prefilling[request.id] = request

@@ -319,6 +319,7 @@ class Scheduler:
         return Statistics(
             waiting=self._queue.count,
             waiting_tokens=self._queue.tokens,
+            unplanned_tokens=self._batch.unplanned_tokens,
             receiving=len(self._receiving),
             ready=len(self._ready),
             running=len(self._batch),

@@ -40,6 +40,8 @@ class Statistics(msgspec.Struct, frozen=True, kw_only=True):
     waiting: int
     waiting_tokens: int
     """Prompt tokens of the waiting requests."""
+    unplanned_tokens: int
+    """Prompt tokens of the running requests that are in no published step yet."""
     receiving: int
     ready: int
     running: int

@@ -18,9 +18,12 @@ from pdserve.fabric.batch import WriteBatch
 from pdserve.fabric.config import FabricConfig, ProviderInfo
 from pdserve.fabric.fabric import Fabric, native_handles, open_handles
 from pdserve.fabric.imm import NO_IMM, Imm, ImmCounters, pack_imm, unpack_imm
+from pdserve.fabric.placement import RankPlacement, assign
 from pdserve.fabric.port import Port
 from pdserve.fabric.region import MemoryRegion, RemoteRegion
+from pdserve.fabric.sysfs import read_topology
 from pdserve.fabric.table import WriteTable
+from pdserve.fabric.topology import Topology
 
 __all__ = [
     "NO_IMM",
@@ -32,14 +35,18 @@ __all__ = [
     "MemoryRegion",
     "Port",
     "ProviderInfo",
+    "RankPlacement",
     "RemoteRegion",
     "SharedCounter",
+    "Topology",
     "WriteBatch",
     "WriteTable",
+    "assign",
     "load_acquire",
     "native_handles",
     "open_handles",
     "pack_imm",
+    "read_topology",
     "store_release",
     "unpack_imm",
 ]

@@ -4,7 +4,7 @@ Build in place, from the root of the source tree:
 
     python pdserve/fabric/build_core.py
 
-`pip install` builds the same module through `cffi_modules` in pyproject.toml. Needs a C compiler and
+`pip install` builds the same module through `cffi_modules` in setup.py. Needs a C compiler and
 libfabric's headers (`libfabric-dev`); the library itself is looked up when a fabric is opened, never linked.
 The module keeps to Python's stable ABI, so one binary serves every supported Python.
 """

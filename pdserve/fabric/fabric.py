@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
+import contextlib
 import os
 import warnings
+import weakref
 from collections import Counter, deque
 from collections.abc import Callable
 from typing import Any
@@ -60,6 +63,7 @@ class Fabric:
         self._woken = False
         self._waiter: asyncio.Future[None] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
+        _open.add(self)
 
     # ---- life ----
 
@@ -200,6 +204,9 @@ class Fabric:
 
     def __del__(self) -> None:
         if getattr(self, "_native", None) is not None and self._process == os.getpid():
+            # The native thread may be reading its tables and buffers: better kept for ever than freed under
+            # it.
+            _abandoned.append(self)
             warnings.warn(f"{self!r} was never closed", ResourceWarning, source=self, stacklevel=2)
 
     def __repr__(self) -> str:
@@ -378,6 +385,19 @@ class Fabric:
                 name=code_name(FI_EOPBADSTATE),
                 errno=FI_EOPBADSTATE,
             )
+
+
+_abandoned: list[Fabric] = []
+_open: weakref.WeakSet[Fabric] = weakref.WeakSet()
+
+
+@atexit.register
+def _close_all() -> None:
+    """A native thread must not outlive the interpreter whose memory it reads."""
+    for fabric in [*_open, *_abandoned]:
+        if fabric._process == os.getpid():
+            with contextlib.suppress(Exception):
+                fabric.close_now()
 
 
 def _expire(waiter: asyncio.Future[None]) -> None:

@@ -19,7 +19,7 @@ import orjson
 from aiohttp import web
 
 from pdserve.engine.sampling import SamplingParams
-from pdserve.errors import ClientError, PdserveError
+from pdserve.errors import ClientError, ContextLengthExceeded, PdserveError
 from pdserve.http.bodies import DONE, ChatFormat, ChunkWriter, CompletionFormat, Format, Head, usage
 from pdserve.http.choice import Choice, Delta, run_all
 from pdserve.http.config import HttpConfig
@@ -151,15 +151,21 @@ class OpenAIRoutes:
                 index, own = len(choices), asked.response_id
                 if total > 1:
                     own = stack.enter_context(self._ids.unique(f"{own}-{index}"))
-                generation = await self._frontend.generate(
-                    own,
-                    prompt.ids,
-                    msgspec.structs.replace(asked.sampling, choice=k) if k else asked.sampling,
-                    limit,
-                    priority=asked.request.priority or 0,
-                    trace_parent=request.headers.get("traceparent"),
-                    arrival=asked.arrival,
-                )
+                try:
+                    generation = await self._frontend.generate(
+                        own,
+                        prompt.ids,
+                        msgspec.structs.replace(asked.sampling, choice=k) if k else asked.sampling,
+                        limit,
+                        priority=asked.request.priority or 0,
+                        trace_parent=request.headers.get("traceparent"),
+                        arrival=asked.arrival,
+                    )
+                except ContextLengthExceeded as error:
+                    # The node knows a prompt; the client may have sent messages.
+                    if isinstance(asked.request, ChatRequest) and error.param == "prompt":
+                        error.param = "messages"
+                    raise
                 stack.push_async_callback(generation.aclose)
                 choices.append(
                     Choice(index, generation, tokenizer, asked.rules, self._metrics, asked.arrival)

@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from pdserve.layers.jit import as_float, kernel
+from pdserve.layers.jit import as_float, kernel, parallel_kernel
 from pdserve.layers.kernels import exponential, rope_and_append
 from pdserve.layers.rope import RopeTable
 from pdserve.layers.step import StepBatch
@@ -96,18 +96,15 @@ def _weigh(scores: Any, i: int, valid: int, tops: Any, sums: Any, totals: Any, l
 
 @kernel
 def _attend_tile(
-    qkv: Any,
-    kv: Any,
-    head: int,
-    group: int,
-    table: Any,
-    row: int,
-    count: int,
-    position: int,
-    scale: Any,
-    out: Any,
+    item: int, qkv: Any, kv: Any, heads: int, tables: Any, tiles: Any, scale: Any, out: Any
 ) -> None:
-    """Attention of `count` tokens from `row` (at `position`), with the query heads of one KV head."""
+    """Attention of one tile's rows with the query heads of one KV head: item = tile · kv_heads + kv head."""
+    kv_heads = kv.shape[1]
+    tile = item // kv_heads
+    head = item % kv_heads
+    group = heads // kv_heads
+    row, count, position = tiles[tile, 0], tiles[tile, 1], tiles[tile, 2]
+    table = tables[tiles[tile, 3]]
     dim = kv.shape[4]
     rows = count * group
     wide = (dim + PANEL - 1) // PANEL
@@ -120,8 +117,9 @@ def _attend_tile(
     totals = np.zeros((rows, wide * PANEL), np.float32)
     sums = np.zeros((rows, PANEL), np.float32)
     lanes = np.empty(PANEL, np.float32)
-    tops = np.full(rows, _MINUS_INFINITY, np.float32)
+    tops = np.empty(rows, np.float32)
     for i in range(rows):
+        tops[i] = _MINUS_INFINITY
         first = (head * group + i % group) * dim
         for d in range(dim):
             queries[i, d] = qkv[row + i // group, first + d] * scale
@@ -144,31 +142,24 @@ def _attend_tile(
             out[row + i // group, first + d] = totals[i, d] / weight
 
 
-def _paged_attention(qkv: Any, kv: Any, heads: int, tables: Any, tiles: Any, scale: Any, out: Any) -> None:
+@kernel
+def paged_attention(qkv: Any, kv: Any, heads: int, tables: Any, tiles: Any, scale: Any, out: Any) -> None:
     """For each tile (row, count, position, table) of `tiles`: out[row:row+count] = attention of those rows.
 
-    qkv [rows, ≥ heads·dim], rotated queries first; kv [page, kv_head, K|V, slot, dim] of one layer; tables
-    [·, pages]; out [rows, heads·dim].
+    qkv [rows, ≥ heads·dim], rotated queries first; kv [page, kv_head, K|V, slot, dim] of one layer;
+    tables [·, pages]; out [rows, heads·dim].
     """
-    kv_heads = kv.shape[1]
-    for item in numba.prange(tiles.shape[0] * kv_heads):
-        tile = item // kv_heads
-        _attend_tile(
-            qkv,
-            kv,
-            item % kv_heads,
-            heads // kv_heads,
-            tables[tiles[tile, 3]],
-            tiles[tile, 0],
-            tiles[tile, 1],
-            tiles[tile, 2],
-            scale,
-            out,
-        )
+    for item in range(tiles.shape[0] * kv.shape[1]):
+        _attend_tile(item, qkv, kv, heads, tables, tiles, scale, out)
 
 
-paged_attention = kernel(_paged_attention)
-paged_attention_parallel = kernel(_paged_attention, parallel=True)
+@parallel_kernel
+def paged_attention_parallel(
+    qkv: Any, kv: Any, heads: int, tables: Any, tiles: Any, scale: Any, out: Any
+) -> None:
+    """`paged_attention`, its tiles and heads shared out among threads."""
+    for item in numba.prange(tiles.shape[0] * kv.shape[1]):
+        _attend_tile(item, qkv, kv, heads, tables, tiles, scale, out)
 
 
 def cut_tiles(spans: list[tuple[int, int, int, int]]) -> NDArray[np.int64]:

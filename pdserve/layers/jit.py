@@ -20,6 +20,8 @@ from llvmlite import ir  # type: ignore[import-untyped]
 from numba.core import types
 from numba.extending import intrinsic as _intrinsic
 
+from pdserve.config.environment import cache_directory
+
 F = TypeVar("F", bound=Callable[..., Any])
 
 intrinsic: Any = _intrinsic
@@ -34,7 +36,7 @@ def _cache_directory() -> Path | None:
     """The first that can be written of: numba's own setting, our `__pycache__`, the user's cache."""
     sources = sorted(Path(__file__).parent.glob("*.py"))
     digest = hashlib.blake2b(b"".join(source.read_bytes() for source in sources), digest_size=6).hexdigest()
-    bases = [Path(__file__).parent / "__pycache__", Path.home() / ".cache" / "pdserve"]
+    bases = [Path(__file__).parent / "__pycache__", cache_directory()]
     if _CONFIG.CACHE_DIR:
         bases.insert(0, Path(_CONFIG.CACHE_DIR))
     for base in bases:
@@ -49,12 +51,26 @@ def _cache_directory() -> Path | None:
 
 
 _DIRECTORY = _cache_directory()
+if _CONFIG.THREADING_LAYER == "default":
+    # The one that sleeps: OpenMP's threads spin at each barrier, 30 ms a call on a machine that is also busy
+    # otherwise.
+    _CONFIG.THREADING_LAYER = "workqueue"
 if _DIRECTORY is not None:
     _CONFIG.CACHE_DIR = str(_DIRECTORY)
 
 
-def kernel(function: F, *, parallel: bool = False) -> F:
+def kernel(function: F) -> F:
     """Compile on first call. Where no cache directory can be written, every process compiles anew."""
+    return _compile(function, parallel=False)
+
+
+def parallel_kernel(function: F) -> F:
+    """`kernel` with its `prange` loops on numba's threads. (One function can't be both: numba's cache would
+    hand out whichever was compiled first.)"""
+    return _compile(function, parallel=True)
+
+
+def _compile(function: F, *, parallel: bool) -> F:
     if _DIRECTORY is not None:
         try:
             compiled: F = _njit(cache=True, parallel=parallel, **_OPTIONS)(function)

@@ -11,7 +11,7 @@ from typing import Any
 import numba
 import numpy as np
 
-from pdserve.layers.jit import as_float, as_stored, kernel, power_of_two
+from pdserve.layers.jit import as_float, as_stored, kernel, parallel_kernel, power_of_two
 from pdserve.layers.tiles import PANEL, set_panels
 
 _ZERO, _HALF, _ONE = np.float32(0), np.float32(0.5), np.float32(1)
@@ -44,16 +44,19 @@ def exponential(x: Any) -> Any:
     return (p + _ONE) * power_of_two(n)
 
 
-def _linear(x: Any, panels: Any, parts: int, out: Any) -> None:
-    """out = x · B; x [M, K], B in `panels` [⌈N/16⌉, K, 16], out [M, 16·⌈N/16⌉], shared out in `parts`."""
+@kernel
+def linear(x: Any, panels: Any, out: Any) -> None:
+    """out = x · B; x [M, K], B in `panels` [⌈N/16⌉, K, 16], out [M, 16·⌈N/16⌉]."""
+    set_panels(x, x.shape[0], panels, 0, panels.shape[0], x.shape[1], out)
+
+
+@parallel_kernel
+def linear_parallel(x: Any, panels: Any, parts: int, out: Any) -> None:
+    """`linear`, its panels shared out among threads in `parts`."""
     rows, depth = x.shape
     count = panels.shape[0]
     for part in numba.prange(parts):
         set_panels(x, rows, panels, count * part // parts, count * (part + 1) // parts, depth, out)
-
-
-linear = kernel(_linear)
-linear_parallel = kernel(_linear, parallel=True)
 
 
 @kernel

@@ -47,8 +47,10 @@ class PackedMatrix:
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """x [rows, in] float32, contiguous -> [rows, out rounded up to 16], the padding columns zero."""
         out = torch.empty(x.shape[0], self._array.shape[0] * PANEL)
-        run = kernels.linear if self._threads == 1 else kernels.linear_parallel
-        run(x.numpy(), self._array, self._threads, out.numpy())
+        if self._threads == 1:
+            kernels.linear(x.numpy(), self._array, out.numpy())
+        else:
+            kernels.linear_parallel(x.numpy(), self._array, self._threads, out.numpy())
         return out
 
     def rows(self, ids: torch.Tensor) -> torch.Tensor:

@@ -167,9 +167,9 @@ def transpose_8x8(_typing: Any, source: Any, row: Any, column: Any, panels: Any)
     return types.void(source, types.int64, types.int64, panels), generate
 
 
-_set6, _set5, _set4, _set3, _set2, _set1 = (_tile(rows, 1, add=False) for rows in (6, 5, 4, 3, 2, 1))
+_set6, _set3, _set2, _set1 = (_tile(rows, 1, add=False) for rows in (6, 3, 2, 1))
 _set2x2, _set1x4 = _tile(2, 2, add=False), _tile(1, 4, add=False)
-_add6, _add5, _add4, _add3, _add2, _add1 = (_tile(rows, 1, add=True) for rows in (6, 5, 4, 3, 2, 1))
+_add6, _add3, _add2, _add1 = (_tile(rows, 1, add=True) for rows in (6, 3, 2, 1))
 
 
 @kernel
@@ -178,16 +178,12 @@ def set_panel(a: Any, i: int, end: int, b: Any, p: int, k: int, c: Any) -> None:
     while end - i >= 6:
         _set6(a, i, b, p, k, c)
         i += 6
-    rest = end - i
-    if rest == 5:
-        _set5(a, i, b, p, k, c)
-    elif rest == 4:
-        _set4(a, i, b, p, k, c)
-    elif rest == 3:
+    if end - i >= 3:
         _set3(a, i, b, p, k, c)
-    elif rest == 2:
+        i += 3
+    if end - i == 2:
         _set2(a, i, b, p, k, c)
-    elif rest == 1:
+    elif end - i == 1:
         _set1(a, i, b, p, k, c)
 
 
@@ -197,16 +193,12 @@ def add_panel(a: Any, i: int, end: int, b: Any, p: int, k: int, c: Any) -> None:
     while end - i >= 6:
         _add6(a, i, b, p, k, c)
         i += 6
-    rest = end - i
-    if rest == 5:
-        _add5(a, i, b, p, k, c)
-    elif rest == 4:
-        _add4(a, i, b, p, k, c)
-    elif rest == 3:
+    if end - i >= 3:
         _add3(a, i, b, p, k, c)
-    elif rest == 2:
+        i += 3
+    if end - i == 2:
         _add2(a, i, b, p, k, c)
-    elif rest == 1:
+    elif end - i == 1:
         _add1(a, i, b, p, k, c)
 
 

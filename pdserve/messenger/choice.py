@@ -15,9 +15,9 @@ def choose(fetch: Fetch, all_links: Iterable[DecodeLink], retry_after: float) ->
 
     What was asked since a peer last told its load is added to it, so that a burst spreads.
     """
-    tokens, pages = len(fetch.submit.tokens), len(fetch.submit.pages)
+    tokens = len(fetch.submit.tokens)
     links = [link for link in all_links if link.up and not link.leaving]
-    fitting = [link for link in links if _fits(link.node, tokens, pages)]
+    fitting = [link for link in links if tokens <= longest_prompt(link.node)]
     fresh = [link for link in fitting if link.node.node_id not in fetch.tried]
     if fresh:
         return min(fresh, key=lambda link: (link.load.waiting_tokens + link.asked_tokens, link.turn))
@@ -25,14 +25,16 @@ def choose(fetch: Fetch, all_links: Iterable[DecodeLink], retry_after: float) ->
         return _sum_up(fetch.rejections, retry_after)
     if not links:
         return NoPeer("no prefill node is reachable", retry_after=retry_after)
-    limit = max(link.node.max_model_len for link in links)
+    limit = max(longest_prompt(link.node) for link in links)
     return ContextLengthExceeded(
         f"the prompt has {tokens} tokens; no prefill node takes it (the longest takes {limit})"
     )
 
 
-def _fits(node: NodeFacts, tokens: int, pages: int) -> bool:
-    return tokens <= node.max_model_len and any(pages < group.num_pages for group in node.groups)
+def longest_prompt(node: NodeFacts) -> int:
+    """Tokens of the longest prompt that a prefill node takes: its last one is never computed there."""
+    pages = max(group.num_pages for group in node.groups) - 1
+    return min(node.max_model_len, pages * node.page_size + 1)
 
 
 def too_late(fetch: Fetch) -> PdserveError:

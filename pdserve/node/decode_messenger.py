@@ -9,6 +9,7 @@ from pdserve.engine.request import Request
 from pdserve.engine.scheduler import Scheduler
 from pdserve.errors import ContextLengthExceeded, NoPeer, PdserveError
 from pdserve.fabric import ImmCounters
+from pdserve.messenger.choice import longest_prompt
 from pdserve.messenger.decode import DecodeMachine
 from pdserve.messenger.events import (
     ArmSlot,
@@ -95,14 +96,11 @@ class DecodeMessenger(MessengerShell):
         nodes = [link.peer.node for link in self.links.values() if not link.closed.is_set()]
         if not nodes:
             raise NoPeer("no prefill node is reachable", retry_after=self.machine.config.retry_after_s)
-        limit = 0
-        for node in nodes:
-            held = max(group.num_pages - 1 for group in node.groups) * node.page_size
-            limit = max(limit, min(held, node.max_model_len))
-        if prompt_tokens - 1 > limit:
+        limit = max(longest_prompt(node) for node in nodes)
+        if prompt_tokens > limit:
             raise ContextLengthExceeded(
                 f"prompt has {prompt_tokens} tokens; "
-                f"the prefill nodes take prompts of at most {limit + 1} tokens",
+                f"the prefill nodes take prompts of at most {limit} tokens",
                 param="prompt",
             )
 
@@ -123,6 +121,7 @@ class DecodeMessenger(MessengerShell):
             case Failed(request, error):
                 self._failed(request, error)
             case PagesSafe(request):
+                self._requested.pop(request, None)
                 self._scheduler.pages_safe(request)
                 self._wake()
             case Fence(link, _):
@@ -196,17 +195,16 @@ class DecodeMessenger(MessengerShell):
         self._wake()
 
     def _failed(self, id: str, error: PdserveError) -> None:
-        self._requested.pop(id, None)
         if self._scheduler.end_receiving(id, time.monotonic()):
             self._on_failed(id, error)
 
 
 def node_load(scheduler: Scheduler) -> Load:
-    """A node's load as its peers hear it."""
+    """A node's load as its peers hear it: what is in the batch and not computed waits too."""
     stats = scheduler.statistics()
     now = time.monotonic()
     return Load(
         queue_age=0.0 if stats.head_arrival is None else max(0.0, now - stats.head_arrival),
-        waiting_tokens=stats.waiting_tokens,
+        waiting_tokens=stats.waiting_tokens + stats.unplanned_tokens,
         free_pages=stats.pages_free - stats.pages_reserved,
     )

@@ -196,6 +196,17 @@ class FabricLink:
         await self._peer_port.close()
         self.closed.set()
 
+    @property
+    def said(self) -> int:
+        """Datagrams that were sent or wait for credit."""
+        layer = self._layer.statistics()
+        return layer["sent"] + layer["queued"]
+
+    def heard(self, number: int) -> bool:
+        """Whether the peer has echoed as many datagrams, or never will."""
+        layer = self._layer.statistics()
+        return self._ended or layer["sent"] - layer["unechoed"] >= number
+
     def statistics(self) -> dict[str, object]:
         return {
             "peer": self.peer.node.node_id,

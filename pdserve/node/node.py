@@ -23,6 +23,7 @@ import msgspec
 from aiohttp import web
 
 from pdserve.config import NodeConfig
+from pdserve.config.environment import child_environment
 from pdserve.engine.events import Event as EngineEvent
 from pdserve.engine.events import Scheduled
 from pdserve.engine.limits import Role, SchedulerConfig
@@ -30,7 +31,7 @@ from pdserve.engine.plan import StepResult
 from pdserve.engine.request import Request
 from pdserve.engine.scheduler import Scheduler
 from pdserve.errors import ConfigError, Draining, InternalError, PdserveError, WorkerError
-from pdserve.fabric import Fabric, ImmCounters
+from pdserve.fabric import Fabric, ImmCounters, Topology
 from pdserve.fabric import FabricConfig as FabricOptions
 from pdserve.http.app import build_app, make_runner
 from pdserve.http.config import HttpConfig
@@ -46,6 +47,7 @@ from pdserve.node.hello_server import HelloServer
 from pdserve.node.loading import LoadingBar
 from pdserve.node.peers import PeerConnection
 from pdserve.node.prefill_messenger import PrefillMessenger
+from pdserve.node.self_test import self_test, this_machine
 from pdserve.node.snapshot import snapshot
 from pdserve.node.tracing import fetch_merged
 from pdserve.node.watcher import LayerWatcher
@@ -67,6 +69,9 @@ STALLED_S = 60.0
 QUIET_S = 5.0
 """How long a node that stops waits for its peers to be quiet before it fences them."""
 
+FAREWELL_S = 1.0
+"""How long a prefill node that ends waits for its peers to have heard how their requests ended."""
+
 
 class Node:
     """A node of any role on the running loop. Several may live in one process."""
@@ -83,6 +88,7 @@ class Node:
         self.engine: EngineLoop
         self.frontend: NodeFrontend
         self.fabric: Fabric | None = None
+        self.topology: Topology
         self.counters = ImmCounters()
         self.decode: DecodeMessenger | None = None
         self.prefill: PrefillMessenger | None = None
@@ -123,23 +129,20 @@ class Node:
         Cancelling closes everything without draining.
         """
         weights = identity.find_model(self.config)
-        main = asyncio.ensure_future(self._live(weights, on_ready))
-        stopped = asyncio.ensure_future(self._stopping.wait())
+        self.topology = this_machine()
         try:
-            await asyncio.wait([main, stopped], return_when=asyncio.FIRST_COMPLETED)
-            if not main.done() and not self.ready.is_set():
-                main.cancel()
-            await asyncio.gather(main)
-        except asyncio.CancelledError:
-            if not self._stopping.is_set() or self.ready.is_set():
-                raise
-        except BaseExceptionGroup as group:
-            raise _one_cause(group) from group
-        finally:
-            stopped.cancel()
-            if not main.done():
-                main.cancel()
-                await asyncio.wait([main])
+            async with asyncio.TaskGroup() as group:
+                live = group.create_task(self._live(weights, on_ready), name="node")
+                loading = group.create_task(self._stop_loading(live), name="stop while loading")
+                live.add_done_callback(lambda _: loading.cancel())
+        except BaseExceptionGroup as errors:
+            raise _one_cause(errors) from errors
+
+    async def _stop_loading(self, live: asyncio.Task[None]) -> None:
+        """A stop before the node is ready has nothing to drain."""
+        await self._stopping.wait()
+        if not self.ready.is_set():
+            live.cancel()
 
     # Start.
 
@@ -159,10 +162,10 @@ class Node:
                 )
             )
             self.fabric = await stack.enter_async_context(fabric)
-            log.info("fabric: %s", self.fabric.info)
             async with asyncio.TaskGroup() as self._outer:
                 pump = self._outer.create_task(self.fabric.run(), name="fabric pump")
                 try:
+                    await self_test(self.fabric, self.topology, measure=options.self_test)
                     self._build_messenger(weights)
                     await self._serve(on_ready)
                 finally:
@@ -236,6 +239,7 @@ class Node:
                 on_exit=self._on_worker_exit,
                 on_progress=bar.progress,
                 name=f"{self.name} rank0",
+                env=child_environment(),
             )
         stack.push_async_callback(self.worker.stop)
 
@@ -353,15 +357,28 @@ class Node:
     async def _drain(self) -> None:
         """Take no new work, let what runs finish until the deadline, cancel the rest, wait for quiet."""
         self.frontend.draining = True
+        if self.hello_server is not None:
+            self.hello_server.stop()
         messenger = self.decode or self.prefill
         if messenger is not None:
             messenger.feed(Drain())
         await self._until(self._all_done, self.config.server.shutdown_timeout)
-        self.frontend.fail_all(Draining("the server is shutting down", retry_after=1.0))
+        if not self._all_done():
+            log.warning("not all requests ended in time; the rest is cancelled: %s", self._unfinished())
+        late = Draining("the server is shutting down", retry_after=1.0)
+        self.frontend.fail_all(late)
+        if self.prefill is not None:
+            self.prefill.fail_all(late)
         await self._until(self._quiet, QUIET_S)
 
     def _all_done(self) -> bool:
         return not self.frontend.generations and (self.prefill is None or self.prefill.machine.idle)
+
+    def _unfinished(self) -> str:
+        """What keeps a node that drains: generations here, work for peers."""
+        machine = {} if self.prefill is None else self.prefill.machine.statistics()
+        gauges = {name: count for name, count in machine.items() if count and name.startswith("works_")}
+        return f"{len(self.frontend.generations)} generations, {gauges or 'no work'} for peers"
 
     def _quiet(self) -> bool:
         return all(m is None or m.machine.idle for m in (self.decode, self.prefill))
@@ -379,16 +396,30 @@ class Node:
         self.engine.close()
         cause = self._cause
         error = cause if isinstance(cause, PdserveError) else InternalError("the server ended unexpectedly")
+        if self.hello_server is not None:
+            self.hello_server.stop()
         if cause is not None and self.prefill is not None:
             self.prefill.fail_all(error)
         self.frontend.draining = True
         self.frontend.fail_all(error if cause is not None else Draining("the server is shutting down"))
 
     async def _close_links(self) -> None:
+        if self.prefill is not None:
+            await self._farewell(self.prefill)
         for messenger in (self.decode, self.prefill):
             if messenger is not None:
                 await messenger.close_links()
                 messenger.close()
+
+    async def _farewell(self, prefill: PrefillMessenger) -> None:
+        """Peers hear how their requests ended before their links close: else all they know is that a link
+        broke, and a request whose KV has just been sent is lost with it."""
+        deadline = time.monotonic() + FAREWELL_S
+        while not prefill.machine.idle and time.monotonic() < deadline:
+            await self.changed()
+        said = {link: link.said for link in prefill.links.values()}
+        while time.monotonic() < deadline and not all(link.heard(number) for link, number in said.items()):
+            await self.changed()
 
     # What the parts tell each other.
 
@@ -431,6 +462,8 @@ class Node:
     def health(self) -> Health:
         """Ready: would serve a request now. Live: the worker makes progress on what it was given."""
         detail = {"role": self.role.value, "node": self.name}
+        if self.fabric is not None:
+            detail["provider"] = self.fabric.info.provider
         if self._cause is not None or self._worker_error is not None:
             cause = str(self._worker_error or self._cause)
             return Health(ready=False, live=False, reason=cause, detail=detail)

@@ -75,7 +75,6 @@ class PrefillMessenger(MessengerShell):
         self._wake = wake
         self._keys: dict[str, Key] = {}
         self._sending: dict[Key, _Sending] = {}
-        self._unscheduled: set[Key] = set()
         self.bytes_sent = 0
         self.runs_sent = 0
 
@@ -127,6 +126,7 @@ class PrefillMessenger(MessengerShell):
             case Release(key):
                 self._scheduler.release(_id(key), time.monotonic())
                 self._keys.pop(_id(key), None)
+                self._sending.pop(key, None)  # still there where its link was lost: nobody was answered
                 self._wake()
             case CloseLink(link, _):
                 self.close_link(link, Closed(link))

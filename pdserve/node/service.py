@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pdserve.node.node import Node
 from pdserve.node.notify import Notifier
 
+_MORE_S = 60.0
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
@@ -32,13 +33,28 @@ async def serve_until_signalled(node: Node, on_ready: Callable[[Node], None] | N
         try:
             notifier.status("loading the model")
             async with asyncio.TaskGroup() as group:
-                watchdog = group.create_task(notifier.keep_alive(lambda: node.health().live), name="watchdog")
+                signs = [
+                    group.create_task(notifier.keep_alive(lambda: node.health().live), name="watchdog"),
+                    group.create_task(_prolong_start(node, notifier), name="start"),
+                ]
                 try:
                     await node.run(ready)
                 finally:
-                    watchdog.cancel()
+                    for task in signs:
+                        task.cancel()
         except BaseExceptionGroup as errors:
             raise errors.exceptions[0] from None
         finally:
             for number in _STOP_SIGNALS:
                 loop.remove_signal_handler(number)
+
+
+async def _prolong_start(node: Node, notifier: Notifier) -> None:
+    """While the model loads, however long it takes, the service manager is asked for more time."""
+    while notifier.listening and not node.ready.is_set():
+        notifier.extend_timeout(_MORE_S)
+        try:
+            async with asyncio.timeout(_MORE_S / 3):
+                await node.ready.wait()
+        except TimeoutError:
+            pass

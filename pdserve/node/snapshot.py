@@ -42,6 +42,7 @@ def snapshot(node: Node) -> Snapshot:
         pages=pages,
         slots={k.removeprefix("slots_"): v for k, v in machine.items() if k.startswith("slots_")},
         links={k.removeprefix("links_"): v for k, v in machine.items() if k.startswith("links_")},
+        writes_in_flight=None if node.prefill is None else int(machine["batches_outstanding"]),
         transfer_bytes={} if node.prefill is None else {"sent": node.prefill.bytes_sent},
         transfer_runs=_runs(node),
         stale_immediates=None if node.decode is None else node.counters.stale,

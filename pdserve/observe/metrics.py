@@ -75,6 +75,7 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
     links: Mapping[str, float] = msgspec.field(default_factory=_no_values)
     """state → links to peers: up, fenced, ..."""
     writes_in_flight: int | None = None
+    """Layers of requests whose writes were posted and have not all completed (prefill side)."""
     transfer_bytes: Mapping[str, float] = msgspec.field(default_factory=_no_values)
     """"sent" and "received", total."""
     transfer_runs: Mapping[str, float] = msgspec.field(default_factory=_no_values)
@@ -98,7 +99,7 @@ _FAMILIES: tuple[tuple[str, str, str, str | None, bool], ...] = (
     ("pages", "kv_pages", "KV pages by state.", "state", False),
     ("slots", "imm_slots", "Immediate slots by state.", "state", False),
     ("links", "links", "Links to peers by state.", "state", False),
-    ("writes_in_flight", "writes_in_flight", "Writes posted and not completed.", None, False),
+    ("writes_in_flight", "writes_in_flight", "Layers posted and not completed.", None, False),
     ("transfer_bytes", "transfer_bytes", "KV bytes moved.", "direction", True),
     ("transfer_runs", "transfer_runs", "Runs moved.", "direction", True),
     ("stale_immediates", "stale_immediates", "Immediates of no armed slot.", None, True),

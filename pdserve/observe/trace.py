@@ -28,7 +28,7 @@ import enum
 import time
 from bisect import bisect_left, bisect_right
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 
@@ -256,22 +256,23 @@ def summarise(trace: Mapping[str, Any]) -> dict[str, float | int | None]:
     """The numbers of one request, from a merged trace. None where the trace does not tell.
 
     `ttft_ms`: request received to first token. `itl_ms`: mean time between tokens. `transfer_gbps`: KV bytes
-    over the time from the first write posted to the last run counted, in 1e9 bytes a second. `hidden_share`:
-    the share of the runs (all of one size, so of the bytes) that the receiver had counted when the prefill
-    node saw the last layer of the last chunk tick, 0 to 1: what the transfer did not add to the first token.
+    over the time in which some layer was under way (seen ready on one node, not yet counted on the other), in
+    1e9 bytes a second: the wire's own speed, without the waits for the next layer. `hidden_share`: the share
+    of the runs (all of one size, so of the bytes) that the receiver had counted when the prefill node saw the
+    last layer of the last chunk tick, 0 to 1: what the transfer did not add to the first token.
     """
     marks, steps = trace.get("marks", {}), trace.get("steps", {})
     first, last = marks.get("first_token"), marks.get("last_token")
     start = marks.get("received", steps.get(Step.PARSED))
     tokens = trace.get("output_tokens")
-    posted = [row["posted"] for row in trace.get("layers", ()) if row.get("posted") is not None]
     ready = [row["ready"] for row in trace.get("layers", ()) if row.get("ready") is not None]
     progress = trace.get("progress", ())
     kv_bytes, runs = trace.get("kv_bytes"), trace.get("runs")
     gbps = hidden = None
     if progress and runs:
-        if posted and kv_bytes and progress[-1][0] > min(posted):
-            gbps = kv_bytes / (progress[-1][0] - min(posted)) / 1e9
+        busy = _time_under_way(trace.get("layers", ()))
+        if kv_bytes and busy > 0:
+            gbps = kv_bytes / busy / 1e9
         if ready:
             at = bisect_right([t for t, _ in progress], max(ready))
             hidden = (progress[at - 1][1] if at else 0) / runs
@@ -285,3 +286,17 @@ def summarise(trace: Mapping[str, Any]) -> dict[str, float | int | None]:
         "transfer_gbps": gbps,
         "hidden_share": hidden,
     }
+
+
+def _time_under_way(layers: Sequence[Mapping[str, Any]]) -> float:
+    """Seconds covered by at least one layer's interval from ready to counted."""
+    intervals = sorted(
+        (row["ready"], row["counted"])
+        for row in layers
+        if row.get("ready") is not None and row.get("counted") is not None
+    )
+    covered, end = 0.0, float("-inf")
+    for start, stop in intervals:
+        covered += max(0.0, stop - max(start, end))
+        end = max(end, stop)
+    return covered

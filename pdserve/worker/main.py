@@ -17,19 +17,16 @@ import signal
 import socket
 import time
 import traceback
-from typing import TYPE_CHECKING
 
 from pdserve.engine.plan import Plan, StepResult
 from pdserve.errors import ConfigError, ModelError, PdserveError
 from pdserve.memory.arena import MemfdArena
 from pdserve.memory.counter import LayerCounter
+from pdserve.models.card import load_card
 from pdserve.worker.channel import Channel, NodeGone
 from pdserve.worker.frames import FrameError
 from pdserve.worker.protocol import FAULTS, Fatal, Init, LoadProgress, Ready, Shutdown
 from pdserve.worker.ticks import LayerTicks
-
-if TYPE_CHECKING:
-    from pdserve.models.card import ModelCard
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_NAME = 15
@@ -110,6 +107,7 @@ class Rank:
     """A loaded model, its arena and its counter: what executes plans. Construction ends with Ready sent."""
 
     def __init__(self, init: Init, channel: Channel) -> None:
+        card = load_card(init.model_dir)  # what can be refused is refused before torch is imported
         import torch
 
         from pdserve.models.loader import kv_page_bytes, load_model, resolve_kv_dtype
@@ -117,6 +115,9 @@ class Rank:
 
         torch.set_num_threads(init.threads)
         torch.manual_seed(init.seed)
+        kv_dtype = resolve_kv_dtype(init.kv_cache_dtype)
+        page_bytes = kv_page_bytes(card, init.page_size, kv_dtype, init.tp)
+        num_pages = _num_pages(init, card.num_layers * page_bytes)
         model = load_model(
             init.model_dir,
             dtype=init.dtype,
@@ -125,10 +126,6 @@ class Rank:
             tp=init.tp,
             on_progress=_Progress(channel),
         )
-        card: ModelCard = model.card
-        kv_dtype = resolve_kv_dtype(init.kv_cache_dtype)
-        page_bytes = kv_page_bytes(card, init.page_size, kv_dtype, init.tp)
-        num_pages = _num_pages(init, card.num_layers * page_bytes)
         self._arena = MemfdArena.create(card.num_layers * num_pages * page_bytes, f"pdserve-kv-{init.rank}")
         self._counter = LayerCounter.create()
         self._event_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
@@ -151,7 +148,6 @@ class Rank:
             kv_dtype=kv_dtype,
             on_layer=self._ticks.layer_done,
         )
-        self._next_step = 0
         self._runner.warm_up()
         gc.collect()
         gc.freeze()  # what is loaded stays: later collections look at a step's garbage alone
@@ -173,9 +169,6 @@ class Rank:
         """Execute a plan. Raises StepFailed (the persistent batch is lost then) or NodeGone."""
         started = time.monotonic_ns()
         try:
-            if plan.step != self._next_step:
-                raise FrameError(f"step {plan.step} came where step {self._next_step} was due")
-            self._next_step += 1
             self._ticks.begin(plan)
             outputs = self._runner.execute(plan)
             self._ticks.end()

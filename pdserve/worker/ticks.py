@@ -47,9 +47,12 @@ class LayerTicks:
         self._expected = 0
 
     def begin(self, plan: Plan) -> None:
-        """Before the plan runs."""
+        """Before the plan runs. Raises WorkerError for a step out of turn: its ticks would be another's."""
+        due = self._counter.value // (self._layers + 1)
+        if plan.step != due:
+            raise WorkerError(f"step {plan.step} came where step {due} was due")
         self._send = plan.send
-        self._expected = self._counter.value + self._layers + 1
+        self._expected = (plan.step + 1) * (self._layers + 1)
         if self._early:
             self._tick()
 

@@ -6,7 +6,7 @@ What makes it a test's cluster is only that the test can look inside: at arenas,
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,6 +22,8 @@ from pdserve.node.node import Node
 from pdserve.node.prefill_messenger import PrefillMessenger
 
 SECRET = "a secret of the test cluster"
+NOBODY = "http://127.0.0.1:1"
+"""A URL where nobody listens: the peer of a decode node that `running_cluster` gives others."""
 
 
 def node_config(
@@ -43,7 +45,7 @@ def node_config(
             model=ModelConfig(model=str(model), max_model_len=max_model_len),
             engine=EngineConfig(role=role, **options),  # type: ignore[arg-type]
             cluster=ClusterConfig(prefill_peers=peers, secret=SECRET, **cluster),
-            fabric=FabricConfig(mode=mode),  # type: ignore[arg-type]
+            fabric=FabricConfig(mode=mode, self_test=False),  # type: ignore[arg-type]
         )
     )
 
@@ -87,6 +89,52 @@ async def running(node: Node) -> AsyncIterator[Node]:
         if not task.done():
             task.cancel()
             await asyncio.wait([task])
+
+
+@asynccontextmanager
+async def running_cluster(
+    *,
+    prefill: Sequence[NodeConfig] = (),
+    decode: Sequence[NodeConfig] = (),
+    both: Sequence[NodeConfig] = (),
+    peers: Sequence[Sequence[int]] = (),
+    gate: bool = False,
+    key: str | None = None,
+) -> AsyncIterator[Cluster]:
+    """Nodes that start side by side, linked, and a client session that sends `key`; decode nodes stop first.
+
+    `peers[i]`: which prefill nodes decode node i asks; by default all.
+    """
+    headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+    async with aiohttp.ClientSession(headers=headers) as http, AsyncExitStack() as stack:
+        cluster = Cluster(http)
+        cluster.prefill = [Node(config, gate=gate) for config in prefill]
+        contexts = [running(node) for node in cluster.prefill]
+        starting = [asyncio.ensure_future(context.__aenter__()) for context in contexts]
+        for node, start in zip(cluster.prefill, starting, strict=True):
+            while not node.url and not start.done():
+                await node.changed()
+        for i, config in enumerate(decode):
+            asked = peers[i] if peers else range(len(prefill))
+            urls = tuple(cluster.prefill[k].url for k in asked)
+            cluster.decode.append(Node(merge(config, cluster={"prefill_peers": urls}), gate=gate))
+        cluster.both = [Node(config, gate=gate) for config in both]
+        contexts += [running(node) for node in [*cluster.decode, *cluster.both]]
+        starting += [asyncio.ensure_future(context.__aenter__()) for context in contexts[len(starting) :]]
+        try:
+            await asyncio.wait(starting)
+        finally:
+            for context, start in zip(contexts, starting, strict=True):
+                if start.done() and not start.cancelled() and start.exception() is None:
+                    stack.push_async_exit(context.__aexit__)
+                else:
+                    start.cancel()
+                    await asyncio.wait([start])
+        for start in starting:
+            start.result()
+        for node in cluster.decode:
+            await linked(node)
+        yield cluster
 
 
 @asynccontextmanager

@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import shutil
 import warnings
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
+import pytest_asyncio
 
-from pdserve.models.default import default_cache_dir, ensure_default_model
+from pdserve.config import cache_directory
+from pdserve.models.default import ensure_default_model
+from tests.e2e.cluster import running_cluster
+from tests.e2e.pair import KEY, Pair, pair_configs
+from tests.e2e.tiny import write_tiny_model
 
 _AGREEMENT = pytest.StashKey[list[str]]()
 
@@ -29,7 +35,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
 @pytest.fixture(scope="session")
 def default_model() -> Path:
     """SmolLM2-135M-Instruct, converted."""
-    return ensure_default_model(default_cache_dir())
+    return ensure_default_model(cache_directory())
 
 
 @pytest.fixture(scope="session")
@@ -66,3 +72,23 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory, default_model: Path) ->
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(default_model / name, folder / name)
     return folder
+
+
+@pytest.fixture(scope="session")
+def tiny(default_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny random Llama (tests.e2e.tiny): its nodes start in a second or two."""
+    return write_tiny_model(tmp_path_factory.mktemp("tiny"), default_model)
+
+
+@pytest.fixture(scope="session")
+def other_tiny(default_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Another model of the same shape."""
+    return write_tiny_model(tmp_path_factory.mktemp("other-tiny"), default_model, seed=1)
+
+
+@pytest_asyncio.fixture(scope="session", loop_scope="session")
+async def pair(tiny: Path) -> AsyncIterator[Pair]:
+    """One prefill and one decode node (tests.e2e.pair). Whoever uses them leaves them idle."""
+    prefill, decode = pair_configs(tiny)
+    async with running_cluster(prefill=[prefill], decode=[decode], gate=True, key=KEY) as cluster:
+        yield Pair(cluster)

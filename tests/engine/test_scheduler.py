@@ -461,3 +461,20 @@ def test_logprobs_pass_through() -> None:
     top = [(7, -0.1), (9, -2.0)]
     output = SequenceOutput(0, 7, -0.1, top)
     assert subject.complete(StepResult(0, [output], 0, 0), 0.0) == [TokenEvent("a", 7, -0.1, top, None)]
+
+
+@pytest.mark.parametrize("role", [Role.PREFILL, Role.BOTH])
+def test_prompt_tokens_wait_until_a_step_is_published_for_them(role: Role) -> None:
+    subject = scheduler(role)
+    for id in ("a", "b"):
+        submit(subject, id, 20)
+    assert subject.statistics().waiting_tokens == 40
+    subject.admit(0.0)
+    left = [subject.statistics().unplanned_tokens]
+    for step in range(5):
+        work(subject)
+        left.append(subject.statistics().unplanned_tokens)
+        subject.complete(result(step, *[(seq, 9) for seq in range(2)]), 0.0)
+    assert subject.statistics().waiting_tokens == 0
+    assert left == [40, 32, 24, 16, 8, 0] if role is Role.PREFILL else left[-1] <= 8
+    assert left == sorted(left, reverse=True)

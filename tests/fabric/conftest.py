@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import json
 import mmap
+import os
+import subprocess
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +28,7 @@ from pdserve.fabric import (
 )
 
 PEER = Path(__file__).with_name("peer.py")
+HOST = "127.0.0.1"
 PATIENCE = 20.0
 """Seconds after which something that must happen is said not to have. Decides nothing but hangs."""
 
@@ -49,18 +52,36 @@ def mode(request: pytest.FixtureRequest) -> str:
 
 
 class RemotePeer:
-    """The process behind tests/fabric/peer.py. Answers come in the order of the commands."""
+    """The process behind tests/fabric/peer.py, as one test sees it. Answers come in order."""
 
-    def __init__(self, process: asyncio.subprocess.Process) -> None:
+    def __init__(self, process: subprocess.Popen[bytes], size: int) -> None:
         self.process = process
+        self.size = size
         self.remote: RemoteRegion
         self.address: bytes
         self.events: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
         self._answers: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
+        self._reading: asyncio.Task[None]
+        self._transport: asyncio.ReadTransport
 
-    async def read(self) -> None:
+    async def attach(self) -> None:
         assert self.process.stdout is not None
-        while line := await self.process.stdout.readline():
+        # A duplicate: the transport closes what it is given, and the process outlives the test.
+        pipe = os.fdopen(os.dup(self.process.stdout.fileno()), "rb", buffering=0)
+        reader = asyncio.StreamReader(limit=1 << 24)
+        loop = asyncio.get_running_loop()
+        self._transport, _ = await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), pipe)
+        self._reading = asyncio.create_task(self._read(reader))
+
+    async def detach(self) -> None:
+        self._reading.cancel()
+        with suppress(asyncio.CancelledError):
+            await self._reading
+        self._transport.close()
+        await asyncio.sleep(0)
+
+    async def _read(self, reader: asyncio.StreamReader) -> None:
+        while line := await reader.readline():
             message = json.loads(line)
             queue = self.events if "event" in message else self._answers
             queue.put_nowait(message)
@@ -68,17 +89,18 @@ class RemotePeer:
     def tell(self, do: str, **arguments: Any) -> None:
         assert self.process.stdin is not None
         self.process.stdin.write(json.dumps({"do": do, **arguments}).encode() + b"\n")
+        self.process.stdin.flush()
 
     async def answer(self) -> dict[str, Any]:
         message = await asyncio.wait_for(self._answers.get(), PATIENCE)
-        return dict(message.get("answer", {}))
+        return dict(message["answer"])
 
     async def ask(self, do: str, **arguments: Any) -> dict[str, Any]:
         self.tell(do, **arguments)
         return await self.answer()
 
     async def open(self) -> None:
-        hello = await self.ask("open")
+        hello = await self.ask("open", size=self.size)
         self.address = bytes.fromhex(hello["address"])
         self.remote = RemoteRegion(hello["key"], hello["base"], hello["length"])
 
@@ -89,34 +111,60 @@ class RemotePeer:
 
     def kill(self) -> None:
         self.process.kill()
+        self.process.wait()
+
+
+def start_peer(mode: str, host: str) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
+        [sys.executable, str(PEER), mode, host], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+
+
+def stop_peer(process: subprocess.Popen[bytes]) -> int:
+    assert process.stdin is not None
+    assert process.stdout is not None
+    process.stdin.close()
+    try:
+        return process.wait(PATIENCE)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        return process.wait()
+    finally:
+        process.stdout.close()
+
+
+_kept: dict[str, subprocess.Popen[bytes]] = {}
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _kept_peers() -> Iterator[None]:
+    """One peer a mode, for all tests that leave it alive: starting Python costs more than most tests."""
+    for mode in ("thread", "inline"):
+        _kept[mode] = start_peer(mode, HOST)
+    yield
+    for process in _kept.values():
+        assert stop_peer(process) == 0
+    _kept.clear()
 
 
 @asynccontextmanager
-async def remote_peer(mode: str, size: int, host: str = "127.0.0.1") -> AsyncIterator[RemotePeer]:
-    process = await asyncio.create_subprocess_exec(
-        sys.executable,
-        str(PEER),
-        mode,
-        host,
-        str(size),
-        stdin=asyncio.subprocess.PIPE,
-        stdout=asyncio.subprocess.PIPE,
-        limit=1 << 24,
-    )
-    peer = RemotePeer(process)
-    reading = asyncio.create_task(peer.read())
+async def remote_peer(
+    mode: str, size: int, host: str = HOST, *, fresh: bool = False
+) -> AsyncIterator[RemotePeer]:
+    """A peer with an arena of `size` bytes; `fresh`: in a process of this test alone, which may be killed."""
+    own = fresh or host != HOST
+    peer = RemotePeer(start_peer(mode, host) if own else _kept[mode], size)
+    await peer.attach()
     try:
-        await peer.answer()
+        await peer.ask("reset")
         yield peer
+        if not own:
+            handles = await peer.ask("reset")
+            assert not any({**handles, "fabrics": 0}.values())
     finally:
-        assert process.stdin is not None
-        process.stdin.close()
-        try:
-            await asyncio.wait_for(process.wait(), PATIENCE)
-        except TimeoutError:
-            process.kill()
-            await process.wait()
-        await reading
+        await peer.detach()
+        if own:
+            stop_peer(peer.process)
 
 
 class Side:
@@ -179,8 +227,10 @@ async def open_pair(mode: str) -> AsyncIterator[OpenPair]:
     """Open both sides in the test's mode, joined; closed after the test."""
     async with AsyncExitStack() as stack:
 
-        async def start(size: int = 1 << 20, host: str = "127.0.0.1", **settings: Any) -> Opened:
-            peer = await stack.enter_async_context(remote_peer(mode, size, host))
+        async def start(
+            size: int = 1 << 20, host: str = HOST, fresh: bool = False, **settings: Any
+        ) -> Opened:
+            peer = await stack.enter_async_context(remote_peer(mode, size, host, fresh=fresh))
             side = await stack.enter_async_context(local_side(mode, size, host=host, **settings))
             await side.join(peer)
             return side, peer

@@ -1,7 +1,7 @@
 """The other process of the fabric's contract tests: one port, driven by lines of JSON on stdin.
 
-Usage: python peer.py MODE HOST ARENA_BYTES. Each command is answered by one line of JSON, in order; what happens
-by itself (a message, a loss) is printed as a line with "event".
+Usage: python peer.py MODE HOST. Each command is answered by one line of JSON, in order; what
+happens by itself (a message, a loss) is printed as a line with "event".
 """
 
 import asyncio
@@ -25,6 +25,8 @@ from pdserve.fabric import (
     native_handles,
 )
 
+ARENA = 16 << 20
+
 
 def say(**fields: Any) -> None:
     sys.stdout.write(json.dumps(fields) + "\n")
@@ -36,26 +38,34 @@ class Peer:
     region: MemoryRegion
     remote: RemoteRegion
 
-    def __init__(self, fabric: Fabric, arena: mmap.mmap) -> None:
+    def __init__(self, fabric: Fabric) -> None:
         self.fabric = fabric
-        self.arena = arena
+        self.arena = mmap.mmap(-1, ARENA)
         self.counters = ImmCounters()
         self.flooding: asyncio.Task[None] | None = None
 
-    async def open(self) -> dict[str, Any]:
+    async def open(self, size: int) -> dict[str, Any]:
         self.port = await self.fabric.open_port(
             self.counters,
             name="tested",
             on_message=self.on_message,
             on_lost=lambda error: say(event="lost", name=error.name),
         )
-        self.region = self.port.register(self.arena)
+        self.memory = memoryview(self.arena)[:size]
+        self.region = self.port.register(self.memory)
         return {
             "address": self.port.address.hex(),
             "key": self.region.key,
             "base": self.region.base,
             "length": self.region.length,
         }
+
+    async def reset(self) -> dict[str, Any]:
+        """Back to what it was at the start."""
+        if hasattr(self, "port"):
+            await self.close()
+            self.memory[:] = bytes(len(self.memory))
+        return native_handles()
 
     def on_message(self, data: bytes) -> None:
         say(event="message", data=data.hex())
@@ -66,9 +76,8 @@ class Peer:
         return {}
 
     async def fill(self, seed: int) -> dict[str, Any]:
-        np.frombuffer(self.arena, np.uint8)[:] = np.random.default_rng(seed).integers(
-            0, 256, len(self.arena), np.uint8
-        )
+        values = np.random.default_rng(seed).integers(0, 256, len(self.memory), np.uint8)
+        np.frombuffer(self.memory, np.uint8)[:] = values
         return {}
 
     async def write(self, rows: list[int], src_shift: int = 0, dst_shift: int = 0) -> dict[str, Any]:
@@ -125,16 +134,14 @@ class Peer:
         return native_handles()
 
 
-async def serve(mode: str, host: str, size: int) -> None:
+async def serve(mode: str, host: str) -> None:
     loop = asyncio.get_running_loop()
     reader = asyncio.StreamReader(limit=1 << 24)
     transport, _ = await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
-    arena = mmap.mmap(-1, size)
     config = FabricConfig(mode=mode, host=host, dead_after_s=1.0)  # type: ignore[arg-type]
     async with Fabric.open(config) as fabric:
         pump = asyncio.create_task(fabric.run(), name="fabric")
-        peer = Peer(fabric, arena)
-        say(ready=True)
+        peer = Peer(fabric)
         while line := await reader.readline():
             command = json.loads(line)
             answer = await getattr(peer, command.pop("do"))(**command)
@@ -146,4 +153,4 @@ async def serve(mode: str, host: str, size: int) -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(serve(sys.argv[1], sys.argv[2], int(sys.argv[3])))
+    asyncio.run(serve(sys.argv[1], sys.argv[2]))

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pdserve.fabric import NO_IMM, pack_imm
+from pdserve.fabric import NO_IMM, WriteTable, pack_imm
 
 from .conftest import OpenPair, soon
 
@@ -101,7 +101,6 @@ async def test_pages_are_there_byte_for_byte_when_the_count_is(open_pair: OpenPa
         assert (await peer.answer())["error"] is None
         assert side.counters.disarm(9) == transfer.runs
     assert side.counters.stale == 0
-    del arena
 
 
 async def test_shifts_move_a_table_through_the_layers(open_pair: OpenPair) -> None:
@@ -122,7 +121,6 @@ async def test_shifts_move_a_table_through_the_layers(open_pair: OpenPair) -> No
         assert (arena[layers - 1 - number][[7, 2, 5]] == sent[number][[0, 3, 5]]).all()
     for _ in range(layers):
         assert (await peer.answer())["error"] is None
-    del arena
 
 
 async def test_both_directions_at_once(open_pair: OpenPair) -> None:
@@ -191,8 +189,6 @@ async def test_many_messages_than_more_receive_buffers(open_pair: OpenPair) -> N
 async def test_a_message_overtakes_queued_pages(open_pair: OpenPair) -> None:
     """A control message does not wait behind a thousand page writes of its own port."""
     side, peer = await open_pair(MAX_ARENA)
-    from pdserve.fabric import WriteTable
-
     table = WriteTable.of([(n * 65536, n * 65536, 65536, NO_IMM) for n in range(256)])
     order: list[str] = []
     batches = [side.port.write_pages(side.region, peer.remote, table) for _ in range(8)]
@@ -229,3 +225,18 @@ async def test_statistics_add_up(open_pair: OpenPair) -> None:
         assert statistics[gauge] == 0
     assert side.fabric.statistics()["provider"] == "tcp"
     assert side.fabric.statistics()["handles"]["endpoints"] == 1
+
+
+async def test_no_wake_up_is_lost(open_pair: OpenPair) -> None:
+    """Round trips with nothing else going on: one lost wake-up and it hangs."""
+    side, peer = await open_pair()
+    for number in range(300):
+        message = number.to_bytes(8, "little")
+        side.port.send(message)
+        assert (await soon(peer.events.get()))["data"] == message.hex()
+        if number % 3 == 0:
+            done = side.arm(7, number, 1)
+            peer.tell("write", rows=[0, 0, 64 + number, pack_imm(7, number, 1)])
+            assert await soon(done) == 1
+            side.counters.disarm(7)
+            assert (await peer.answer())["error"] is None

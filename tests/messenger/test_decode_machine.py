@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 import pytest
 
 from pdserve.errors import (
@@ -17,6 +18,7 @@ from pdserve.errors import (
     PeerError,
     PeerLost,
 )
+from pdserve.messenger.choice import longest_prompt
 from pdserve.messenger.decode import DecodeConfig, DecodeMachine
 from pdserve.messenger.decode_table import LIVE, TRANSITIONS, Happening, State
 from pdserve.messenger.events import (
@@ -42,6 +44,7 @@ from pdserve.messenger.events import (
     Submit,
     Timer,
 )
+from pdserve.messenger.facts import GroupFacts
 from pdserve.messenger.imm import unpack
 from pdserve.messenger.messages import Accepted, Bye, Cancel, Heartbeat, Load, Prefill, Quiet, Rejected
 from pdserve.messenger.messages import Failed as FailedMessage
@@ -67,6 +70,7 @@ class Bench:
     def do(self, event: Event) -> list[Effect]:
         self.effects = self.machine.handle(event, self.now)
         self.machine.check()
+        self.machine.next_deadline()  # asked after every event, and must forget none
         for effect in self.effects:
             if isinstance(effect, Send) and isinstance(effect.message, Prefill):
                 self.slots[effect.message.request] = [unpack(imm)[:2] for imm in effect.message.slots]
@@ -572,3 +576,20 @@ def test_the_impossible_raises() -> None:
     assert TRANSITIONS[State.ASKED, Happening.FENCED].action == "_impossible"
     with pytest.raises(AssertionError):
         bench.machine._apply(bench.machine._fetches["r"], Happening.FENCED)
+
+
+@pytest.mark.parametrize(
+    ("max_model_len", "num_pages", "longest"),
+    [(100, 1000, 100), (1000, 8, 7 * 4 + 1), (29, 8, 29), (30, 8, 29)],
+)
+def test_the_longest_prompt_is_that_of_the_shorter_limit(
+    max_model_len: int, num_pages: int, longest: int
+) -> None:
+    """The last token is not computed by a prefill node, so it needs no page there; it counts as length."""
+    facts = msgspec.structs.replace(
+        Bench("p0").machine.config.node,
+        max_model_len=max_model_len,
+        page_size=4,
+        groups=(GroupFacts(tp=1, num_pages=num_pages),),
+    )
+    assert longest_prompt(facts) == longest

@@ -226,7 +226,12 @@ def test_a_chunk_told_late_loses_nothing(ticked: int) -> None:
 def test_what_the_scheduler_may_not_plan() -> None:
     bench = Bench()
     bring(bench, State.QUEUED)
-    for first, pages, last in ((1, [5], False), (0, [1, 2, 3, 4], True), (0, [1], True)):
+    for first, pages, last in (
+        (1, [5], False),
+        (0, [1, 2, 3, 4], True),
+        (0, [1, 2, 3, 4], False),
+        (0, [1], True),
+    ):
         with pytest.raises(ValueError, match="planned"):
             bench.machine.handle(ChunkPlanned(KEY, 0, first, pages, last), bench.now)
 

@@ -79,7 +79,8 @@ def test_a_summary_is_the_table_of_a_benchmark() -> None:
     numbers = summarise(merge(exported(decode_record()), exported(prefill_record())))
     assert numbers.pop("ttft_ms") == pytest.approx(1600)
     assert numbers.pop("itl_ms") == pytest.approx(150)
-    assert numbers.pop("transfer_gbps") == pytest.approx(8000 / 0.44 / 1e9)
+    # Under way from 11.0 to 11.05, 11.1 to 11.15 and 11.2 to 11.45; the waits for a layer are not the wire's.
+    assert numbers.pop("transfer_gbps") == pytest.approx(8000 / 0.35 / 1e9)
     # Five of eight runs were in when the last layer of the last chunk was seen to be ready, at 11.3.
     assert numbers.pop("hidden_share") == 5 / 8
     assert numbers == {"prompt_tokens": 33, "output_tokens": 3, "kv_bytes": 8000, "kv_pages": 2}

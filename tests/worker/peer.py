@@ -21,6 +21,7 @@ from pdserve.memory.counter import LayerCounter
 from pdserve.worker.channel import Channel
 from pdserve.worker.frames import encode_frame
 from pdserve.worker.protocol import Fatal, Init, LoadProgress, Ready, encode
+from pdserve.worker.ticks import LayerTicks
 
 READY = Ready(
     pid=0,
@@ -70,6 +71,17 @@ def serve(peer: Peer) -> None:
     peer.channel.send(LoadProgress(2, 2))
     peer.ready()
     peer.serve()
+
+
+def gated(peer: Peer) -> None:
+    """Two ticks a step, and the gate."""
+    ticks = LayerTicks(peer.counter, peer.event_fd, 1, while_held=peer.channel.check)
+    peer.ready()
+    while isinstance(message := peer.channel.receive(), Plan):
+        ticks.begin(message)
+        ticks.layer_done(0)
+        ticks.layer_done(1)
+        peer.channel.send(StepResult(message.step, [], 1, 2))
 
 
 def no_reader(peer: Peer) -> None:

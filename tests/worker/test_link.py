@@ -333,6 +333,17 @@ async def test_stop_lets_submitted_plans_run_and_tells_nobody() -> None:
     assert node.results == []
 
 
+async def test_stop_opens_the_gate() -> None:
+    node = Node()
+    link = await node.start("gated")
+    link.counter.hold_at = 1
+    link.submit(plan(0))
+    watch = os.dup(link.counter.fileno())
+    await link.stop(timeout=60)
+    assert int.from_bytes(os.pread(watch, 8, 0), "little") == 2
+    os.close(watch)
+
+
 async def test_the_arena_outlives_the_process_until_its_users_let_go() -> None:
     node = Node()
     link = await node.start("serve")

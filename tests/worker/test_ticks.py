@@ -109,6 +109,15 @@ def test_the_early_fault_ticks_before_the_layer_and_as_often(counter: LayerCount
     assert seen == [1, 2, 3, 4, 5, 5]
 
 
+@pytest.mark.parametrize("step", [0, 2, 7])
+def test_a_step_out_of_turn_is_an_error(counter: LayerCounter, event_fd: int, step: int) -> None:
+    """The counter's ticks belong to steps by number: after a gap a node would send the wrong pages."""
+    ticks = LayerTicks(counter, event_fd, LAYERS)
+    run(ticks, plan(0))
+    with pytest.raises(WorkerError, match=f"step {step} came where step 1 was due"):
+        ticks.begin(plan(step))
+
+
 @pytest.mark.parametrize("calls", [LAYERS, LAYERS + 2])
 def test_a_layer_too_few_or_too_many_is_an_error(counter: LayerCounter, event_fd: int, calls: int) -> None:
     ticks = LayerTicks(counter, event_fd, LAYERS)

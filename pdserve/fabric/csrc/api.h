@@ -18,6 +18,12 @@ uint64_t pd_load_acquire(const void *address);
 int pd_library_load(const char *path, char *message, size_t size);
 uint32_t pd_library_version(void);
 const char *pd_strerror(int code);
+typedef struct {
+    char provider[64], fabric[64], domain[64];
+    uint32_t endpoint, version;         /* FI_EP_MSG 1, FI_EP_DGRAM 2, FI_EP_RDM 3; the provider's own version */
+    uint64_t capabilities, cq_data_size;
+} pd_offer;
+int pd_library_offers(pd_offer *out, int max);
 
 /* ---- live native objects of this process (handles.c) ---- */
 typedef struct {

@@ -91,6 +91,7 @@ struct pd_fabric {
     pthread_t thread;
     bool running;
     _Atomic int sleeping, poked, stop;
+    _Atomic int waiting; /* a hint: commands are queued */
     pthread_mutex_t lock; /* guards the command list only */
     struct pd_command *commands, **commands_tail;
 

@@ -3,8 +3,13 @@
 #include <dlfcn.h>
 #include <stdio.h>
 #include <stdlib.h>
+#include <string.h>
 
 struct pd_library pd_lib;
+
+static void copy_text(char *out, size_t size, const char *text) {
+    snprintf(out, size, "%s", text ? text : "");
+}
 
 static void *resolve(void *handle, const char *symbol, char *message, size_t size) {
     void *address = dlsym(handle, symbol);
@@ -45,4 +50,31 @@ uint32_t pd_library_version(void) {
 
 const char *pd_strerror(int code) {
     return pd_lib.strerror ? pd_lib.strerror(code) : "";
+}
+
+/* What every provider offers, before any wish. Returns how many there are, of which the first `max` are in `out`. */
+int pd_library_offers(pd_offer *out, int max) {
+    struct fi_info *offers = NULL;
+    uint32_t ours = FI_VERSION(FI_MAJOR_VERSION, FI_MINOR_VERSION), theirs;
+    if (!pd_lib.getinfo)
+        return -FI_ENOSYS;
+    theirs = pd_lib.version();
+    int count = 0, rc = pd_lib.getinfo(FI_VERSION_LT(ours, theirs) ? ours : theirs, NULL, NULL, 0, NULL, &offers);
+    if (rc)
+        return rc;
+    for (const struct fi_info *offer = offers; offer; offer = offer->next, count++) {
+        if (count >= max)
+            continue;
+        pd_offer *entry = &out[count];
+        memset(entry, 0, sizeof *entry);
+        copy_text(entry->provider, sizeof entry->provider, offer->fabric_attr->prov_name);
+        copy_text(entry->fabric, sizeof entry->fabric, offer->fabric_attr->name);
+        copy_text(entry->domain, sizeof entry->domain, offer->domain_attr->name);
+        entry->endpoint = offer->ep_attr->type;
+        entry->version = offer->fabric_attr->prov_version;
+        entry->capabilities = offer->caps;
+        entry->cq_data_size = offer->domain_attr->cq_data_size;
+    }
+    pd_lib.freeinfo(offers);
+    return count;
 }

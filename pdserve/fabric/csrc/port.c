@@ -90,20 +90,32 @@ static int close_fid(struct fid *fid, _Atomic int64_t *live) {
     return rc;
 }
 
-/* The fence. Runs on the thread that pumps the port; between the endpoint's close and the end no CQ is read.
- *
- * Order: endpoint, registrations, AV, CQ, domain. The endpoint goes first because it alone stops what is
- * landing: a closed registration refuses new writes but the message under way goes on. CLOSE_ORDER_NOTE */
-static int close_objects(pd_port *port) {
+static int close_regions(pd_port *port) {
     int first = 0, rc;
-    if (port->ep && (rc = close_fid(&port->ep->fid, &pd_live.endpoints)) && !first)
-        first = rc;
     for (pd_region *region = port->regions; region; region = region->next)
         if (region->fid) {
             if ((rc = close_fid(&region->fid->fid, &pd_live.regions)) && !first)
                 first = rc;
             region->fid = NULL;
         }
+    return first;
+}
+
+/* The fence. Runs on the thread that pumps the port; between the endpoint's close and the end no CQ is read.
+ *
+ * Order: endpoint, registrations, AV, CQ, domain. The endpoint goes first because it alone stops what is
+ * landing: a closed registration refuses the next write, but the message under way goes on. On tcp (2.5.1)
+ * endpoint and registrations close in either order, before or after AV and CQ; an AV, CQ or domain closed before
+ * its endpoint answers FI_EBUSY and leaks. Where a registration is bound to its endpoint (FI_MR_ENDPOINT), the
+ * endpoint is the one that answers FI_EBUSY until the registrations have gone. */
+static int close_objects(pd_port *port) {
+    int first = 0, rc;
+    if (port->info->domain_attr->mr_mode & FI_MR_ENDPOINT)
+        first = close_regions(port);
+    if (port->ep && (rc = close_fid(&port->ep->fid, &pd_live.endpoints)) && !first)
+        first = rc;
+    if ((rc = close_regions(port)) && !first)
+        first = rc;
     if (port->slab_mr && (rc = close_fid(&port->slab_mr->fid, &pd_live.regions)) && !first)
         first = rc;
     if (port->av && (rc = close_fid(&port->av->fid, &pd_live.address_vectors)) && !first)
@@ -198,7 +210,7 @@ pd_port *pd_port_open(pd_fabric *fabric, uint32_t id, pd_counters *counters, pd_
             return port;
         step(failure, "epoll_ctl", -port->close_code);
         pd_call(fabric, call_close, port);
-    } else {
+    } else if (port->info) {
         port->close_code = close_objects(port);
     }
     pd_port_free(port);

@@ -150,20 +150,21 @@ void pd_fabric_retry(pd_fabric *fabric) {
 
 /* ---- thread mode ---- */
 
-static bool run_commands(pd_fabric *fabric) {
+static void run_commands(pd_fabric *fabric) {
+    if (!PEEK(fabric->waiting)) /* have_commands() looks under the lock before any sleep */
+        return;
     pthread_mutex_lock(&fabric->lock);
     struct pd_command *command = fabric->commands;
     fabric->commands = NULL;
+    atomic_store_explicit(&fabric->waiting, 0, memory_order_relaxed);
     fabric->commands_tail = &fabric->commands;
     pthread_mutex_unlock(&fabric->lock);
-    bool any = command != NULL;
     while (command) {
         struct pd_command *next = command->next; /* running it may free it */
         command->run(command);
         BUMP(fabric->ran, 1);
         command = next;
     }
-    return any;
 }
 
 static bool have_commands(pd_fabric *fabric) {
@@ -251,6 +252,7 @@ void pd_submit(pd_fabric *fabric, struct pd_command *command) {
     pthread_mutex_lock(&fabric->lock);
     *fabric->commands_tail = command;
     fabric->commands_tail = &command->next;
+    atomic_store_explicit(&fabric->waiting, 1, memory_order_relaxed);
     pthread_mutex_unlock(&fabric->lock);
     wake_thread(fabric);
 }

@@ -294,6 +294,9 @@ static int drain(pd_port *port) {
         for (ssize_t i = 0; i < n; i++)
             drain_entry(port, &entries[i], now);
         left -= (uint32_t)n;
+        /* One read may have copied megabytes. A close or a message should not wait for four of them. */
+        if (PEEK(port->fabric->waiting))
+            break;
     }
     return PD_MORE;
 }
