@@ -99,16 +99,17 @@ async def running_cluster(
     both: Sequence[NodeConfig] = (),
     peers: Sequence[Sequence[int]] = (),
     gate: bool = False,
+    fault: str = "",
     key: str | None = None,
 ) -> AsyncIterator[Cluster]:
     """Nodes that start side by side, linked, and a client session that sends `key`; decode nodes stop first.
 
-    `peers[i]`: which prefill nodes decode node i asks; by default all.
+    `peers[i]`: which prefill nodes decode node i asks; by default all. `fault`: of prefill workers.
     """
     headers = {} if key is None else {"Authorization": f"Bearer {key}"}
     async with aiohttp.ClientSession(headers=headers) as http, AsyncExitStack() as stack:
         cluster = Cluster(http)
-        cluster.prefill = [Node(config, gate=gate) for config in prefill]
+        cluster.prefill = [Node(config, gate=gate, fault=fault) for config in prefill]
         contexts = [running(node) for node in cluster.prefill]
         starting = [asyncio.ensure_future(context.__aenter__()) for context in contexts]
         for node, start in zip(cluster.prefill, starting, strict=True):
@@ -138,20 +139,6 @@ async def running_cluster(
 
 
 @asynccontextmanager
-async def together(*nodes: Node) -> AsyncIterator[None]:
-    """These nodes, started at the same time."""
-    async with AsyncExitStack() as stack:
-        starts = [asyncio.ensure_future(stack.enter_async_context(running(node))) for node in nodes]
-        try:
-            await asyncio.gather(*starts)
-        finally:
-            for start in starts:
-                start.cancel()
-            await asyncio.wait(starts)
-        yield
-
-
-@asynccontextmanager
 async def serving(
     model: Path | str,
     *,
@@ -164,20 +151,20 @@ async def serving(
     **engine: Any,
 ) -> AsyncIterator[Cluster]:
     """One prefill node and one decode node that are linked, and with `both` (options of its own) a node that
-    does all. `gate` and `fault`: of the prefill node's worker. `engine`: options of all nodes."""
+    does all. `gate`, `fault`: as for `running_cluster`. `engine`: options of all nodes."""
 
-    def config(role: str, options: dict[str, Any] | None, peers: tuple[str, ...] = ()) -> NodeConfig:
+    def config(role: str, options: dict[str, Any] | None) -> NodeConfig:
+        peers = (NOBODY,) if role == "decode" else ()
         return node_config(role, model, peers=peers, mode=mode, **{**engine, **(options or {})})
 
-    source = Node(config("prefill", prefill), gate=gate, fault=fault)
-    single = [] if both is None else [Node(config("both", both))]
-    async with AsyncExitStack() as stack:
-        http = await stack.enter_async_context(aiohttp.ClientSession())
-        await stack.enter_async_context(together(source, *single))
-        target = Node(config("decode", decode, (source.url,)))
-        await stack.enter_async_context(running(target))
-        await linked(target)
-        yield Cluster(http, [source], [target], single)
+    async with running_cluster(
+        prefill=[config("prefill", prefill)],
+        decode=[config("decode", decode)],
+        both=[] if both is None else [config("both", both)],
+        gate=gate,
+        fault=fault,
+    ) as cluster:
+        yield cluster
 
 
 def sender(node: Node) -> PrefillMessenger:
@@ -208,12 +195,6 @@ def wrapped(owner: Any, name: str, make: Callable[[Any], Any]) -> Iterator[None]
             setattr(owner, name, before)
         else:
             delattr(owner, name)
-
-
-async def until(condition: Callable[[], object], node: Node) -> None:
-    """Wait for a condition on the state of `node`."""
-    while not condition():
-        await node.changed()
 
 
 async def linked(node: Node) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
-import warnings
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -40,38 +38,8 @@ def default_model() -> Path:
 
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory, default_model: Path) -> Path:
-    """A random Llama of six thin layers with the default model's tokeniser: what a test serves that is about
-    anything but the text."""
-    import torch
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        from transformers import LlamaConfig, LlamaForCausalLM
-
-    folder = tmp_path_factory.mktemp("tiny")
-    config = LlamaConfig(
-        vocab_size=49152,
-        hidden_size=48,
-        intermediate_size=96,
-        num_hidden_layers=6,
-        num_attention_heads=6,
-        num_key_value_heads=3,
-        head_dim=16,
-        max_position_embeddings=2048,
-        tie_word_embeddings=True,
-        bos_token_id=1,
-        eos_token_id=2,
-    )
-    with torch.random.fork_rng():
-        torch.manual_seed(11)
-        model = LlamaForCausalLM(config)
-        for parameter in model.parameters():
-            if parameter.dim() == 2:  # transformers' own initial weights hardly tell tokens apart
-                torch.nn.init.normal_(parameter, std=0.15)
-    model.save_pretrained(folder)
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(default_model / name, folder / name)
-    return folder
+    """A deeper one than `tiny`, for tests that tell layers apart."""
+    return write_tiny_model(tmp_path_factory.mktemp("tiny-model"), default_model, seed=2, layers=6)
 
 
 @pytest.fixture(scope="session")

@@ -14,11 +14,11 @@ import pytest
 import pytest_asyncio
 
 from pdserve.engine.request import Phase, Request
-from pdserve.memory.counter import NO_GATE
 from pdserve.messenger.messages import Heartbeat, Message, Quiet
 from pdserve.node.node import Node
-from tests.e2e.cluster import Cluster, idle, receiver, sender, serving, until, wrapped
+from tests.e2e.cluster import Cluster, idle, receiver, sender, serving, wrapped
 from tests.e2e.exactness import check_runs, clear_arena, read_pages
+from tests.e2e.seams import held_messages, held_worker, until
 from tests.e2e.watch import Watch, generate
 
 pytestmark = [
@@ -46,27 +46,6 @@ async def cluster(tiny_model: Path) -> AsyncIterator[Cluster]:
     ) as cluster:
         assert cluster.prefill[0].worker.ready.layers == LAYERS
         yield cluster
-
-
-class HeldQuiet:
-    """Keeps a prefill node's `Quiet` back."""
-
-    def __init__(self) -> None:
-        self.messages: list[tuple[int, Quiet]] = []
-
-    @contextmanager
-    def of(self, node: Node) -> Iterator[None]:
-        def send(original: Callable[[int, Message], None]) -> Callable[[int, Message], None]:
-            def hold(link: int, message: Message) -> None:
-                if isinstance(message, Quiet):
-                    self.messages.append((link, message))
-                else:
-                    original(link, message)
-
-            return hold
-
-        with wrapped(sender(node), "send", send):
-            yield
 
 
 class Heard:
@@ -115,30 +94,24 @@ def check_arrived(
 
 
 class Flight:
-    """One request on its way from `source` to `target`, its worker held after a layer of a chunk."""
+    """One request on its way from `source` to `target`, and what should have arrived with the worker held
+    after a layer of a chunk."""
 
     def __init__(self, cluster: Cluster, chunk: int, layer: int) -> None:
         self.source, self.target = cluster.prefill[0], cluster.decode[0]
         self.chunk, self.layer = chunk, layer
         self.name = f"held after layer {layer} of chunk {chunk}"
         self.expected = runs_before(chunk) + CHUNK_PAGES[chunk] * (layer + 1)
-        self.counter = self.source.worker.counter
-        self.quiet, self.heard, self.watch = HeldQuiet(), Heard(), Watch()
-        self._sent = self._received = 0
+        self.heard, self.watch = Heard(), Watch()
+        self._sent, self._received = sender(self.source).runs_sent, receiver(self.target).runs_received
 
     @contextmanager
-    def held(self) -> Iterator[None]:
-        """From zeroed arenas on; the gate is armed, and open at the end."""
-        source, target = self.source, self.target
-        clear_arena(source)
-        clear_arena(target)
-        self._sent, self._received = sender(source).runs_sent, receiver(target).runs_received
-        self.counter.hold_at = self.counter.value + self.chunk * (LAYERS + 1) + self.layer + 1
-        try:
-            with self.quiet.of(source), self.heard.at(target), self.watch.follow(source, target):
-                yield
-        finally:
-            self.counter.hold_at = NO_GATE
+    def followed(self) -> Iterator[None]:
+        """From zeroed arenas on."""
+        clear_arena(self.source)
+        clear_arena(self.target)
+        with self.heard.at(self.target), self.watch.follow(self.source, self.target):
+            yield
 
     @property
     def sent(self) -> int:
@@ -157,11 +130,34 @@ class Flight:
         assert request is not None
         assert request.phase is Phase.RECEIVING
         assert self.name not in self.watch.ready
-        assert self.counter.value == self.counter.hold_at
         assert self.arrived == self.sent == self.expected
         assert self.under_way == 0
         pages = self.watch.pages[self.name]
         check_arrived(self.source, pages, self.target, request, self.chunk, self.layer)
+
+    def check_source(self) -> None:
+        check_runs(self.watch.source[self.name], self.watch.ready[self.name])
+
+
+class Still:
+    """What a decode node that is idle keeps of requests: nothing may change it but a request."""
+
+    def __init__(self, node: Node) -> None:
+        self._node = node
+        self._before = self._look()
+
+    def _look(self) -> tuple[object, ...]:
+        machine = receiver(self._node).machine.statistics()
+        self.stale_messages = machine.pop("stale_messages")
+        del machine["pauses"]  # of this process, which says nothing of requests
+        arena = read_pages(self._node, range(self._node.worker.ready.num_pages))
+        return machine, self._node.scheduler.statistics(), arena.tobytes()
+
+    def check(self) -> None:
+        before = self.stale_messages
+        assert self._look() == self._before
+        assert self.stale_messages == before + 1
+        self._node.check()
 
 
 @pytest.mark.parametrize(
@@ -169,65 +165,60 @@ class Flight:
     [(0, 0), (0, 3), (0, LAYERS - 1), (1, 0), (1, 3), (1, LAYERS - 1), (2, 0), (2, LAYERS - 2)],
 )
 async def test_exactly_the_computed_layers_have_arrived(chunk: int, layer: int, cluster: Cluster) -> None:
-    flight = Flight(cluster, chunk, layer)
-    source, target = flight.source, flight.target
+    source, target = cluster.prefill[0], cluster.decode[0]
     await idle(source, target)
-    with flight.held():
-        async with asyncio.TaskGroup() as group:
-            tokens = group.create_task(generate(target, flight.name, PROMPT, 3))
-            try:
-                await until(lambda: flight.arrived >= flight.expected and not flight.under_way, target)
-                flight.check_held()
-                # Messages sent meanwhile have come through, and still nothing else.
-                await flight.heard.more(Heartbeat, 2, target)
-                flight.check_held()
-            finally:
-                flight.counter.hold_at = NO_GATE
-        # All tokens are out: the request has become ready by counting, whatever the prefill node said.
-        assert len(tokens.result()) == 3
-        assert Quiet not in flight.heard.count
-        assert flight.arrived == flight.sent == runs_before(len(CHUNK_PAGES))
-        await until(lambda: flight.quiet.messages, source)
-        await idle(source, target)
-        check_runs(flight.watch.source[flight.name], flight.watch.ready[flight.name])
-    await deliver_late(flight.quiet, source, target)
+    flight = Flight(cluster, chunk, layer)
+    with flight.followed():
+        with held_messages(sender(source), Quiet) as quiet:
+            async with asyncio.TaskGroup() as group:
+                with held_worker(source, layer=layer, step=chunk) as hold:
+                    tokens = group.create_task(generate(target, flight.name, PROMPT, 3))
+                    await until(lambda: flight.arrived >= flight.expected and not flight.under_way, target)
+                    flight.check_held()
+                    # Messages sent meanwhile have come through, and still nothing else.
+                    await flight.heard.more(Heartbeat, 2, target)
+                    flight.check_held()
+                    assert hold.reached
+            # All tokens are out: the request became ready by counting, whatever the prefill node said.
+            assert len(tokens.result()) == 3
+            assert Quiet not in flight.heard.count
+            assert flight.arrived == flight.sent == runs_before(len(CHUNK_PAGES))
+            await until(lambda: bool(quiet), source)
+            await idle(source, target)
+            flight.check_source()
+            still = Still(target)
+        await check_late_quiet(flight, quiet, still)
 
 
 async def test_tokens_come_out_while_the_prefill_worker_is_still_held(cluster: Cluster) -> None:
     """After the last layer of the last chunk everything has been sent. The prefill node's step has not ended,
     so it holds its pages and can't be quiet; nobody waits for it."""
-    flight = Flight(cluster, len(CHUNK_PAGES) - 1, LAYERS - 1)
-    source, target = flight.source, flight.target
+    source, target = cluster.prefill[0], cluster.decode[0]
     await idle(source, target)
-    with flight.held():
-        assert len(await generate(target, flight.name, PROMPT, 3)) == 3
-        assert flight.counter.value == flight.counter.hold_at
-        assert flight.arrived == flight.sent == flight.expected == runs_before(len(CHUNK_PAGES))
-        assert not flight.quiet.messages
-        assert flight.name not in flight.watch.source
-        await idle(target)
-        assert not source.idle
-        flight.counter.hold_at = NO_GATE
-        await until(lambda: flight.quiet.messages, source)
-        await idle(source)
-        check_runs(flight.watch.source[flight.name], flight.watch.ready[flight.name])
-    await deliver_late(flight.quiet, source, target)
+    chunk, layer = len(CHUNK_PAGES) - 1, LAYERS - 1
+    flight = Flight(cluster, chunk, layer)
+    with flight.followed():
+        with held_messages(sender(source), Quiet) as quiet:
+            with held_worker(source, layer=layer, step=chunk) as hold:
+                assert len(await generate(target, flight.name, PROMPT, 3)) == 3
+                assert hold.reached
+                assert flight.arrived == flight.sent == flight.expected == runs_before(len(CHUNK_PAGES))
+                assert not quiet
+                assert flight.name not in flight.watch.source
+                await idle(target)
+                assert not source.idle
+            await until(lambda: bool(quiet), source)
+            await idle(source)
+            flight.check_source()
+            still = Still(target)
+        await check_late_quiet(flight, quiet, still)
 
 
-async def deliver_late(quiet: HeldQuiet, source: Node, target: Node) -> None:
-    """The decode node has forgotten the request; its `Quiet` must change nothing."""
-    ((link, message),) = quiet.messages
+async def check_late_quiet(flight: Flight, quiet: list[Quiet], still: Still) -> None:
+    """`Quiet` was held back until its request was over; now it is on its way, and must change nothing."""
+    (message,) = quiet
     assert message.posted == [runs_before(len(CHUNK_PAGES))]
-    machine, pages = receiver(target).machine, read_pages(target, range(target.worker.ready.num_pages))
-    before, gauges = machine.statistics(), target.scheduler.statistics()
-    heard = Heard()
-    with heard.at(target):
-        sender(source).send(link, message)
-        await until(lambda: heard.count.get(Quiet), target)
-    after = machine.statistics()
-    assert after.pop("stale_messages") == before.pop("stale_messages") + 1
-    assert after == before
-    assert target.scheduler.statistics() == gauges
-    assert np.array_equal(read_pages(target, range(target.worker.ready.num_pages)), pages)
-    await idle(source, target)
-    assert source.url in {peer.url for peer in target.peers if peer.up}
+    await until(lambda: flight.heard.count.get(Quiet) == 1, flight.target)
+    still.check()
+    await idle(flight.source, flight.target)
+    assert all(peer.up for peer in flight.target.peers)

@@ -18,11 +18,11 @@ import pytest
 import pytest_asyncio
 
 from pdserve.engine.request import Request
-from pdserve.memory.counter import NO_GATE
 from pdserve.messenger.events import Effect, PostWrites
 from pdserve.messenger.messages import Message, Prefill
-from tests.e2e.cluster import Cluster, receiver, sender, serving, until, wrapped
+from tests.e2e.cluster import Cluster, receiver, sender, serving, wrapped
 from tests.e2e.exactness import Different, Pages, clear_arena, read_pages, write_pages
+from tests.e2e.seams import held_worker, until
 from tests.e2e.watch import Outcome, compare, differing
 
 pytestmark = [
@@ -216,18 +216,15 @@ async def serve_held(cluster: Cluster, pair: Cluster) -> Outcome:
     Where the tick comes before the layer, they arrive without its KV, however fast the worker is.
     """
     source, target = pair.prefill[0], pair.decode[0]
-    counter, received = source.worker.counter, receiver(target).runs_received
+    received = receiver(target).runs_received
     pages = -(-(len(PROMPT) - 1) // source.worker.ready.page_size)
     clear_arena(source)
-    counter.hold_at = counter.value + 1
     async with asyncio.TaskGroup() as group:
-        comparison = group.create_task(
-            compare(cluster, {"held": PROMPT}, MAX_TOKENS, pair=(source, target)), name="comparison"
-        )
-        try:
+        with held_worker(source):
+            comparison = group.create_task(
+                compare(cluster, {"held": PROMPT}, MAX_TOKENS, pair=(source, target)), name="comparison"
+            )
             await until(lambda: receiver(target).runs_received == received + pages, target)
-        finally:
-            counter.hold_at = NO_GATE
     return comparison.result()["held"]
 
 
