@@ -204,11 +204,12 @@ async def linked(node: Node) -> None:
 
 
 async def idle(*nodes: Node, check: bool = True) -> None:
-    """Wait until every gauge of these nodes is zero, and with `check` prove their invariants."""
-    for node in nodes:
-        while not node.idle:
-            await node.changed()
-        if check:
+    """Wait until every gauge of these nodes is zero, of all at once (one may still hand work to another), and
+    with `check` prove their invariants."""
+    while busy := [node for node in nodes if not node.idle]:
+        await busy[0].changed()
+    if check:
+        for node in nodes:
             node.check()
 
 
