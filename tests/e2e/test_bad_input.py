@@ -24,7 +24,15 @@ from pdserve.messenger.hello import MAX_BODY, Challenge, Hello
 from pdserve.node.node import Node
 from pdserve.node.peers import CHALLENGE_PATH, HELLO_PATH, PeerConnection
 from tests.e2e.cluster import SECRET, idle, linked, node_config, running
-from tests.e2e.pair import DECODE_PAGES, PAGE, PREFILL_MAX_LEN, Pair, completion_body, tokens
+from tests.e2e.pair import (
+    DECODE_PAGES,
+    PAGE,
+    PREFILL_MAX_LEN,
+    Pair,
+    completion_body,
+    machine_reaches,
+    tokens,
+)
 from tests.e2e.seams import held_worker, until
 
 pytestmark = [pytest.mark.e2e, pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(300)]
@@ -145,6 +153,7 @@ async def innocent(pair: Pair) -> AsyncIterator[None]:
     with held_worker(pair.source, layer=1, step=1) as hold:
         answer = asyncio.ensure_future(pair.ask(COMPLETIONS, body))
         await until(lambda: hold.reached, pair.source)
+        await machine_reaches(pair.sink, requests_receiving=1)
         before = [reserved(node) for node in pair.nodes]
         try:
             yield
