@@ -579,3 +579,37 @@ async def test_metrics_count_what_happened(server: Server) -> None:
     assert 'pdserve:request_success_total{finished_reason="stop",model_name="small"} 1.0' in text
     assert 'pdserve:request_errors_total{code="invalid_request",model_name="small"} 1.0' in text
     assert f'pdserve:inter_token_latency_seconds_count{{model_name="small"}} {tokens - 1}.0' in text
+
+
+@pytest.mark.parametrize(
+    ("field", "number"), [("temperature", "1e999"), ("seed", "9" * 5000), ("stop", "-1e999"), ("n", "1e999")]
+)
+async def test_a_number_out_of_all_range_is_the_clients_mistake(
+    server: Server, field: str, number: str
+) -> None:
+    status, answer = await server.post_raw(COMPLETION, f'{{"prompt": "x", "{field}": {number}}}'.encode())
+    assert status == 400, answer
+    assert answer["error"]["message"].startswith(field)
+
+
+@pytest.mark.parametrize(
+    "many",
+    [
+        '"tools": [' + "[]," * 300_000 + "0]",
+        '"chat_template_kwargs": {' + ",".join(f'"{i:x}" : 1' for i in range(150_000)) + "}",
+        '"messages": [' + '{"role": "user", "content": ""},' * 40_000 + "0]",
+        '"unknown": [' + "{}," * 300_000 + "0]",
+    ],
+    ids=lambda many: many[:20],
+)
+async def test_a_body_of_countless_parts_is_refused_unparsed(server: Server, many: str) -> None:
+    """Each part becomes an object: building millions of them would hold up everybody else's tokens."""
+    status, answer = await server.post_raw(CHAT, f"{{{many}}}".encode())
+    assert status == 413, answer
+    assert "quotation marks and opening brackets" in answer["error"]["message"]
+
+
+async def test_more_messages_than_tokens_fit_no_prompt(server: Server) -> None:
+    status, answer = await server.post(CHAT, {"messages": USER * 513})
+    assert (status, answer["error"]["code"]) == (400, "context_length_exceeded")
+    assert "513 entries" in answer["error"]["message"]
