@@ -29,7 +29,14 @@ from pdserve.http.identity import REQUEST, RequestIds
 from pdserve.http.prompts import Prompt, PromptReader
 from pdserve.http.reading import read_body
 from pdserve.http.sampling import OutputRules, choices_asked, output_rules, sampling_params, token_limit
-from pdserve.http.schema import ChatRequest, CompletionRequest, decode_chat, decode_completion
+from pdserve.http.schema import (
+    MARKS_A_TOKEN,
+    MAX_MARKS,
+    ChatRequest,
+    CompletionRequest,
+    decode_chat,
+    decode_completion,
+)
 from pdserve.http.sse import EventStream
 from pdserve.observe.log import logged
 from pdserve.observe.metrics import NodeMetrics
@@ -106,14 +113,15 @@ class OpenAIRoutes:
     async def _serve(
         self,
         request: web.Request,
-        decode: Callable[[bytes], Body],
+        decode: Callable[[bytes, int], Body],
         make_format: Callable[[Tokenizer], Format],
     ) -> web.StreamResponse:
         """Parse, check, tokenise, answer. The cheap checks come first."""
         arrival, card, tokenizer = time.monotonic(), self._frontend.card, self._tokenizer
         if tokenizer is None or card.role == "prefill":
             raise WrongRole("this is a prefill node, which generates nothing; ask a decode node")
-        body = decode(await read_body(request, self._config))
+        marks = max(MAX_MARKS, MARKS_A_TOKEN * card.max_model_len)
+        body = decode(await read_body(request, self._config), marks)
         api = make_format(tokenizer)
         with self._ids.claim(api.id_prefix, request, body.request_id) as response_id, logged(response_id):
             _check_model(body, card)

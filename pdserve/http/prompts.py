@@ -51,6 +51,13 @@ class PromptReader:
             )
         if not request.messages:
             raise ClientError("messages must not be empty", param="messages")
+        if len(request.messages) > self._model.max_model_len:
+            # Each makes a token at the least; rendering so many would hold up the event loop.
+            raise ContextLengthExceeded(
+                f"messages has {len(request.messages)} entries, too many for the {self._model.max_model_len} "
+                "tokens that prompt and output together may have",
+                param="messages",
+            )
         continued = bool(request.continue_final_message)
         generation = request.add_generation_prompt
         if continued and generation:

@@ -14,6 +14,9 @@ from pdserve.http.schema import ChatRequest, CommonRequest, CompletionRequest
 
 DEFAULT_COMPLETION_TOKENS = 16
 _MIN_TEMPERATURE = 1e-5
+# Logits are 32-bit floats: beyond these an adjusted one would overflow, or none would matter.
+_MAX_TEMPERATURE = 1000
+_MIN_REPETITION_PENALTY = 0.01
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +69,7 @@ def sampling_params(request: CommonRequest, model: ServedModel, config: HttpConf
         return default if value is None else value
 
     temperature = given(request.temperature, defaults.temperature)
-    check_range("temperature", temperature, 0)
+    check_range("temperature", temperature, 0, _MAX_TEMPERATURE)
     top_p = given(request.top_p, defaults.top_p)
     check_range("top_p", top_p, 0, 1, above=True)
     top_k = defaults.top_k if request.top_k is None else request.top_k
@@ -77,7 +80,7 @@ def sampling_params(request: CommonRequest, model: ServedModel, config: HttpConf
     check_range("presence_penalty", presence, -2, 2)
     check_range("frequency_penalty", frequency, -2, 2)
     repetition = given(request.repetition_penalty, defaults.repetition_penalty)
-    check_range("repetition_penalty", repetition, 0, 10, above=True)
+    check_range("repetition_penalty", repetition, _MIN_REPETITION_PENALTY, 10)
     if request.seed is not None:
         check_range("seed", request.seed, -(2**63), 2**63 - 1)
     if request.priority is not None:

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from pdserve.errors import ClientError
+from pdserve.errors import ClientError, RequestTooLarge
 from pdserve.http.errors import MAX_PARAM, clip, show
 
 
@@ -139,21 +139,34 @@ _NEUTRAL: dict[str, Callable[[Any], bool]] = {
 }
 UNSUPPORTED = _Unsupported.__struct_fields__
 
+MAX_MARKS = 1 << 18
+"""Quotation marks and opening brackets of a body at most, unless the caller says otherwise. Parsing holds
+up the event loop, and what it costs is what is built: each text, key, list and object of a body has a mark,
+and a body of 16 MB could make millions of them."""
+MARKS_A_TOKEN = 4
+"""More marks than any text has that is worth a prompt."""
+
 _R = TypeVar("_R", bound=CommonRequest)
 _chat = msgspec.json.Decoder(ChatRequest)
 _completion = msgspec.json.Decoder(CompletionRequest)
 
 
-def decode_chat(body: bytes) -> ChatRequest:
-    """Parse a body; `ClientError` names the field that is wrong."""
-    return _decode(_chat, body)
+def decode_chat(body: bytes, max_marks: int = MAX_MARKS) -> ChatRequest:
+    """Parse a body; `ClientError` names the field that is wrong. `max_marks`: see `MAX_MARKS`."""
+    return _decode(_chat, body, max_marks)
 
 
-def decode_completion(body: bytes) -> CompletionRequest:
-    return _decode(_completion, body)
+def decode_completion(body: bytes, max_marks: int = MAX_MARKS) -> CompletionRequest:
+    return _decode(_completion, body, max_marks)
 
 
-def _decode(decoder: msgspec.json.Decoder[_R], body: bytes) -> _R:
+def _decode(decoder: msgspec.json.Decoder[_R], body: bytes, max_marks: int) -> _R:
+    marks = sum(map(body.count, (b'"', b"[", b"{")))
+    if marks > max_marks:
+        raise RequestTooLarge(
+            f"the body has {marks} quotation marks and opening brackets, texts included; "
+            f"the limit is {max_marks}"
+        )
     try:
         request = decoder.decode(body)
     except msgspec.ValidationError as error:
@@ -192,10 +205,11 @@ def _look_up(body: bytes, path: str) -> str | None:
     """The value at msgspec's path, shown; None when the path goes through an unnamed key."""
     if not path or "[...]" in path:
         return None
-    value = msgspec.json.decode(body)
     try:
+        value = msgspec.json.decode(body)
         for name, index in re.findall(r"([^.\[\]]+)|\[(\d+)\]", path):
             value = value[int(index)] if index else value[name]
-    except (KeyError, IndexError, TypeError):
+    except (KeyError, IndexError, TypeError, msgspec.MsgspecError):
+        # A number out of all range can't be read here either.
         return None
     return show(value)

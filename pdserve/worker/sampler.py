@@ -69,7 +69,8 @@ class Sampler:
             token = int(adjusted.argmax())
         else:
             token = _draw(adjusted, params, uniform(params.seed or 0, params.choice, len(tokens)))
-        if not np.isfinite(adjusted[token]):
+        # Of the raw ones: what a client's parameters make of them must not look like a broken model.
+        if not np.isfinite(logits[token]):
             raise WorkerError(f"sequence {seq}: the model's output is not finite at position {len(tokens)}")
         if params.logprobs is None:
             return SequenceOutput(seq=seq, token=token)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import io
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack
 from typing import Any
@@ -30,6 +31,12 @@ class Server:
     async def post(self, path: str, body: Any, **options: Any) -> tuple[int, dict[str, Any]]:
         """Status and JSON of an answer."""
         async with self.session.post(self.url + path, json=body, **options) as response:
+            return response.status, orjson.loads(await response.read())
+
+    async def post_raw(self, path: str, body: bytes) -> tuple[int, dict[str, Any]]:
+        """Likewise, for a body as it is."""
+        headers = {"Content-Type": "application/json"}
+        async with self.session.post(self.url + path, data=io.BytesIO(body), headers=headers) as response:
             return response.status, orjson.loads(await response.read())
 
     async def get(self, path: str, **options: Any) -> tuple[int, dict[str, Any]]:

@@ -99,7 +99,7 @@ WRONG: list[tuple[str, Any, str | None, str]] = [
     (COMPLETION, completion(max_tokens=1.5), "max_tokens", "got float: 1.5"),
     (COMPLETION, completion(max_tokens="9"), "max_tokens", "got str: '9'"),
     (COMPLETION, completion(max_tokens=10**40), "max_tokens", "an integer of"),
-    (COMPLETION, completion(temperature=-0.1), "temperature", "at least 0, got -0.1"),
+    (COMPLETION, completion(temperature=-0.1), "temperature", "at least 0 and at most 1000, got -0.1"),
     (COMPLETION, completion(temperature="hot"), "temperature", "got str: 'hot'"),
     (COMPLETION, completion(top_p=0), "top_p", "greater than 0 and at most 1, got 0"),
     (COMPLETION, completion(top_p=1.1), "top_p", "at most 1"),
@@ -109,7 +109,9 @@ WRONG: list[tuple[str, Any, str | None, str]] = [
     (COMPLETION, completion(n=129), "n", "at most 128"),
     (COMPLETION, completion(presence_penalty=2.1), "presence_penalty", "at most 2"),
     (COMPLETION, completion(frequency_penalty=-3), "frequency_penalty", "at least -2"),
-    (COMPLETION, completion(repetition_penalty=0), "repetition_penalty", "greater than 0"),
+    (COMPLETION, completion(temperature=1e39), "temperature", "at most 1000, got 1e+39"),
+    (COMPLETION, completion(repetition_penalty=0), "repetition_penalty", "at least 0.01"),
+    (COMPLETION, completion(repetition_penalty=1e-40), "repetition_penalty", "at least 0.01"),
     (COMPLETION, completion(seed=2**64), "seed", "at most"),
     (COMPLETION, completion(priority=2**40), "priority", "at most"),
     (COMPLETION, completion(min_tokens=-1), "min_tokens", "at least 0"),
@@ -577,3 +579,37 @@ async def test_metrics_count_what_happened(server: Server) -> None:
     assert 'pdserve:request_success_total{finished_reason="stop",model_name="small"} 1.0' in text
     assert 'pdserve:request_errors_total{code="invalid_request",model_name="small"} 1.0' in text
     assert f'pdserve:inter_token_latency_seconds_count{{model_name="small"}} {tokens - 1}.0' in text
+
+
+@pytest.mark.parametrize(
+    ("field", "number"), [("temperature", "1e999"), ("seed", "9" * 5000), ("stop", "-1e999"), ("n", "1e999")]
+)
+async def test_a_number_out_of_all_range_is_the_clients_mistake(
+    server: Server, field: str, number: str
+) -> None:
+    status, answer = await server.post_raw(COMPLETION, f'{{"prompt": "x", "{field}": {number}}}'.encode())
+    assert status == 400, answer
+    assert answer["error"]["message"].startswith(field)
+
+
+@pytest.mark.parametrize(
+    "many",
+    [
+        '"tools": [' + "[]," * 300_000 + "0]",
+        '"chat_template_kwargs": {' + ",".join(f'"{i:x}" : 1' for i in range(150_000)) + "}",
+        '"messages": [' + '{"role": "user", "content": ""},' * 40_000 + "0]",
+        '"unknown": [' + "{}," * 300_000 + "0]",
+    ],
+    ids=lambda many: many[:20],
+)
+async def test_a_body_of_countless_parts_is_refused_unparsed(server: Server, many: str) -> None:
+    """Each part becomes an object: building millions of them would hold up everybody else's tokens."""
+    status, answer = await server.post_raw(CHAT, f"{{{many}}}".encode())
+    assert status == 413, answer
+    assert "quotation marks and opening brackets" in answer["error"]["message"]
+
+
+async def test_more_messages_than_tokens_fit_no_prompt(server: Server) -> None:
+    status, answer = await server.post(CHAT, {"messages": USER * 513})
+    assert (status, answer["error"]["code"]) == (400, "context_length_exceeded")
+    assert "513 entries" in answer["error"]["message"]

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -55,6 +57,28 @@ def test_examples(stops: list[str], pieces: list[str], shown: list[str], matched
     watcher = StopStrings(stops)
     assert [watcher.push(piece) for piece in pieces] == shown
     assert watcher.matched == matched
+
+
+class CountedText(str):
+    """A text that counts how often it is looked into, and how much of it is copied."""
+
+    looks = 0
+
+    def __getitem__(self, key: Any) -> str:
+        item = super().__getitem__(key)
+        CountedText.looks += len(item)
+        return item
+
+
+def test_hostile_stop_strings_cost_what_others_do() -> None:
+    """Stop strings that nearly match everywhere: the work is linear in the text, not in text times length."""
+    length, text = 2000, "a" * 4000
+    stops = [CountedText("a" * (length // 2) + "b" * (length // 2)), CountedText("a" * (length - 1) + "b")]
+    watcher = StopStrings(stops)
+    CountedText.looks = 0
+    shown = "".join(watcher.push(character) for character in text)
+    assert shown + watcher.finish() == text
+    assert CountedText.looks <= 8 * len(stops) * len(text)
 
 
 def test_nothing_follows_a_match() -> None:

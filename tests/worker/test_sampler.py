@@ -197,3 +197,23 @@ def test_an_output_that_is_not_finite_is_an_error() -> None:
         for temperature in (0.0, 1.0):
             with pytest.raises(WorkerError, match="not finite at position 2"):
                 sample(logits, temperature=temperature, seed=0)
+
+
+@pytest.mark.filterwarnings("ignore:.*(overflow|divide by zero|invalid value).*:RuntimeWarning")
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"repetition_penalty": 1e-40},
+        {"repetition_penalty": 1e-300},
+        {"temperature": 1e-5, "repetition_penalty": 1e-38},
+        {"temperature": 1e39, "min_tokens": 1, "stop_token_ids": (3,)},
+        {"min_tokens": 1, "stop_token_ids": tuple(range(VOCAB))},
+        {"temperature": 1.0, "min_tokens": 1, "stop_token_ids": tuple(range(VOCAB))},
+        {"logit_bias": {3: 1e39}, "presence_penalty": 1e39},
+    ],
+)
+def test_no_parameters_look_like_a_broken_model(params: dict[str, Any]) -> None:
+    """A `WorkerError` ends the node; a sequence's parameters, however odd, are that sequence's affair."""
+    for seed in range(5):
+        output = sample(logits_of(seed), **{"temperature": 0.0, "seed": seed, **params})
+        assert 0 <= output.token < VOCAB
