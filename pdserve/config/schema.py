@@ -149,7 +149,9 @@ class ClusterConfig(_Section, frozen=True, kw_only=True, forbid_unknown_fields=T
         Meta(ge=1, le=1 << 20, description="tokens whose pages are counted together; multiple of page_size"),
     ] = 512
     heartbeat_s: Annotated[_Seconds, Meta(description="seconds between heartbeats of a link")] = 0.25
-    dead_s: Annotated[_Seconds, Meta(description="seconds of silence after which a peer is dead")] = 2.0
+    dead_s: Annotated[
+        _Seconds, Meta(description="seconds a peer may be silent beyond a heartbeat; then it is dead")
+    ] = 2.0
 
 
 class FabricConfig(_Section, frozen=True, kw_only=True, forbid_unknown_fields=True):

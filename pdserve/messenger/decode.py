@@ -67,6 +67,9 @@ class DecodeMachine(Machine[DecodeLink]):
         self._of_slot: dict[int, tuple[Fetch, int]] = {}
         self._due: list[tuple[float, int, Fetch]] = []
         self._order = 0
+        self._attempts = 0
+        """Attempts so far, of all requests: a prefill node may still be at an earlier one of a request that
+        is over here, and its last word on that must not be taken for one on a new request of the same id."""
         self._geometries = [config.node.geometry(group) for group in range(len(config.node.groups))]
         self._segment_pages = config.node.segment_tokens // config.node.page_size
 
@@ -206,7 +209,8 @@ class DecodeMachine(Machine[DecodeLink]):
             self._end(fetch, choice)
             self._make_safe(fetch, None)
             return
-        fetch.attempt += 1
+        self._attempts += 1
+        fetch.attempt = self._attempts
         fetch.tried.add(choice.node.node_id)
         self._arm(fetch, choice)
         submit = fetch.submit

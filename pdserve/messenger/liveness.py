@@ -1,9 +1,12 @@
 """Whether a peer lives, in a time that stands still while this process does.
 
-A peer is dead to us when nothing was heard of it for `dead_s`, or when it has not echoed a beat of ours for
-as long although we sent some: a path that carries one direction only is no path. A process that was
-stopped, or whose loop was blocked, sees its own clock jump; it can't tell what its peers did meanwhile, so
-that time does not count against them.
+A peer is dead to us when it has been silent for `dead_s` beyond the beat in which a living one may be silent
+too, or when it has not echoed a beat of ours for as long although we sent some: a path that carries one
+direction only is no path. So a peer that is stopped for less than `dead_s` is never dead to us. An echo comes
+with the peer's next beat, and after a stop with the one after that: the first may leave before ours are read.
+
+A process that was stopped, or whose loop was blocked, sees its own clock jump; it can't tell what its peers
+did meanwhile, so that time does not count against them.
 """
 
 from __future__ import annotations
@@ -38,7 +41,8 @@ class Liveness:
 
     def __init__(self, heartbeat_s: float, dead_s: float, now: float) -> None:
         self._heartbeat_s = heartbeat_s
-        self._dead_s = dead_s
+        self._silent_s = heartbeat_s + dead_s
+        self._unechoed_s = 2 * heartbeat_s + dead_s
         self.next_beat = now
         self._heard = now
         self._beat = 0
@@ -67,8 +71,8 @@ class Liveness:
 
     def verdict(self, now: float) -> str | None:
         """Why the peer is dead to us, or None."""
-        if now - self._heard > self._dead_s:
+        if now - self._heard > self._silent_s:
             return f"nothing heard for {now - self._heard:.1f} s"
-        if self._unechoed_since is not None and now - self._unechoed_since > self._dead_s:
+        if self._unechoed_since is not None and now - self._unechoed_since > self._unechoed_s:
             return f"no echo of our heartbeats for {now - self._unechoed_since:.1f} s"
         return None

@@ -112,9 +112,16 @@ class FabricLink:
         memory = session.peer.memory
         self._remote = {(m.group, m.rank): RemoteRegion(m.key, m.base, m.length) for m in memory}
 
-    def open(self) -> None:
-        """Connect the port to the peer and take what has come early. Raises FabricError."""
-        self._peer_port.port.connect(self.peer.addresses[0])
+    def connect(self) -> None:
+        """Name the peer to the port: messages may be sent. Raises FabricError, or ProtocolError for an
+        address that can't be one."""
+        try:
+            self._peer_port.port.connect(self.peer.addresses[0])
+        except ValueError as error:
+            raise ProtocolError(f"{self.peer.node.node_id}: {error}") from error
+
+    def deliver(self) -> None:
+        """Whoever listens knows of this link: deliver from now on, what has come early first."""
         self._peer_port.attach(self)
 
     @property

@@ -20,15 +20,19 @@ class MessengerShell(MachineShell):
         self.links: dict[int, FabricLink] = {}
 
     def link_up(self, link: FabricLink) -> None:
-        """A hello made this link: take it over and tell the machine."""
+        """A hello made this link: take it over and tell the machine, which hears of the link itself before
+        it hears what has come through it, or that it is lost already."""
         self.links[link.id] = link
+        failure: PdserveError | None = None
         try:
-            link.open()
+            link.connect()
         except PdserveError as error:
-            self.feed(LinkUp(link.id, link.peer.node))
-            link.lost(error)
-            return
+            failure = error
         self.feed(LinkUp(link.id, link.peer.node))
+        if failure is None:
+            link.deliver()
+        else:
+            link.lost(failure)
 
     def message_received(self, link: int, message: Message) -> None:
         """A link's `on_message`."""

@@ -293,3 +293,26 @@ async def test_the_next_request_may_have_the_id_of_one_whose_pages_are_still_awa
         await until(lambda: bool(pair.sink.frontend.generations), pair.sink)
     assert await answer == expected
     await pair.nothing_left()
+
+
+async def test_the_next_request_may_have_the_id_of_one_whose_quiet_is_still_to_come(pair: Pair) -> None:
+    """The first was ready by count, answered and forgotten before its prefill node had ended its work."""
+    body = completion_body(tokens(40, seed=7), max_tokens=1, request_id="same")
+    expected = await pair.undisturbed(COMPLETIONS, {**body, "request_id": "other"})
+    assert pair.source.prefill is not None
+    link = pair.sink.peers[0].link
+    with held_worker(pair.source, layer=LAYERS - 1) as hold:
+        assert await pair.ask(COMPLETIONS, body) == expected
+        assert hold.reached
+        again = asyncio.ensure_future(pair.ask(COMPLETIONS, body))
+        await until(lambda: bool(pair.sink.frontend.generations), pair.sink)
+    assert await again == expected
+    with held_messages(pair.source.prefill, Quiet, Accepted) as held:
+        assert await pair.ask(COMPLETIONS, body) == expected
+        await until(lambda: any(isinstance(message, Quiet) for message in held), pair.source)
+        with held_counts(pair.sink.decode):
+            again = asyncio.ensure_future(pair.ask(COMPLETIONS, body))
+            await until(lambda: sum(isinstance(message, Accepted) for message in held) == 2, pair.source)
+    assert await again == expected
+    assert pair.sink.peers[0].link is link, "the link was lost"
+    await pair.nothing_left()

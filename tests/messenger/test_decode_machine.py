@@ -461,6 +461,28 @@ def test_messages_about_other_attempts_are_stale() -> None:
     assert bench.state() is State.ASKED
 
 
+@pytest.mark.parametrize("last_word", [Quiet, FailedMessage])
+def test_the_last_word_on_a_request_that_is_over_is_not_one_on_a_new_one_of_its_id(last_word: type) -> None:
+    """Ready by count alone, the first is over here before its peer is done with it."""
+    bench = Bench("p0")
+    attempts = []
+    for page in (1, 4):
+        (prefill,) = (e.message for e in bench.submit(page=page) if isinstance(e, Send))
+        assert isinstance(prefill, Prefill)
+        attempts.append(prefill.attempt)
+        bench.hear(Accepted("r", prefill.attempt, 0))
+        if page == 1:
+            bench.count_all(0)
+            bench.count_all(1)
+            assert bench.names()[-1] == "Ready"
+    assert attempts[0] != attempts[1], "the peer would take the second for the first, sent twice"
+    bench.hear(
+        Quiet("r", attempts[0], [6, 3]) if last_word is Quiet else FailedMessage("r", attempts[0], "x")
+    )
+    assert bench.effects == []
+    assert bench.state() is State.RECEIVING
+
+
 def test_events_of_old_generations_are_ignored() -> None:
     bench = Bench("p0", slots=2)
     bring(bench, State.CANCELLING)

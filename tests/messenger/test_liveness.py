@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -29,8 +30,8 @@ def test_a_clock_that_goes_back_is_taken_for_one_that_stands() -> None:
 
 def test_silence_is_death() -> None:
     peer = Liveness(0.25, 2.0, 0.0)
-    assert peer.verdict(2.0) is None
-    assert "nothing heard" in str(peer.verdict(2.1))
+    assert peer.verdict(2.25) is None
+    assert "nothing heard" in str(peer.verdict(2.3))
     peer.sign(2.05)
     assert peer.verdict(4.0) is None
 
@@ -41,10 +42,10 @@ def test_a_path_that_carries_one_direction_only_is_death() -> None:
         peer.beat(Load(), tenth / 10)
         peer.received(Heartbeat(tenth + 1, 0), tenth / 10)
     assert peer.verdict(2.0) is None
-    peer.received(Heartbeat(30, 0), 2.1)
-    assert "echo" in str(peer.verdict(2.1))
-    peer.received(Heartbeat(31, 20), 2.1)
-    assert peer.verdict(4.0) is None
+    peer.received(Heartbeat(30, 0), 2.6)
+    assert "echo" in str(peer.verdict(2.6))
+    peer.received(Heartbeat(31, 20), 2.6)
+    assert peer.verdict(4.5) is None
 
 
 def test_a_slow_echo_is_no_death() -> None:
@@ -56,3 +57,30 @@ def test_a_slow_echo_is_no_death() -> None:
         assert mine.echo == max(0, beat - 1)
         peer.received(Heartbeat(beat, max(0, beat - 4)), now)
         assert peer.verdict(now) is None
+
+
+@pytest.mark.parametrize("begins", [0, 30, 60, 120, 180, 249])
+@pytest.mark.parametrize("lasts", [300, 1500, 1700, 1999])
+@pytest.mark.parametrize("reads_first", [True, False])
+def test_a_peer_that_was_stopped_for_less_is_not_dead(begins: int, lasts: int, reads_first: bool) -> None:
+    """Wherever in its beat it was stopped, and whether it reads or speaks first when it goes on. In ms."""
+    ours, theirs = Liveness(0.25, 2.0, 0.0), Liveness(0.25, 2.0, 0.0)
+    stopped = range(1000 + begins, 1000 + begins + lasts)
+    unread: list[Heartbeat] = []
+    for ms in range(5000):
+        now = ms / 1000
+        if ms % 250 == 0:
+            unread.append(ours.beat(Load(), now))
+        if ms not in stopped:
+            if reads_first:
+                read_all(theirs, unread, now)
+            if theirs.next_beat <= now:
+                ours.received(theirs.beat(Load(), now), now)
+            read_all(theirs, unread, now)
+        assert ours.verdict(now) is None
+
+
+def read_all(peer: Liveness, unread: list[Heartbeat], now: float) -> None:
+    for beat in unread:
+        peer.received(beat, now)
+    unread.clear()
