@@ -31,7 +31,7 @@ from pdserve.engine.plan import StepResult
 from pdserve.engine.request import Request
 from pdserve.engine.scheduler import Scheduler
 from pdserve.errors import ConfigError, Draining, InternalError, PdserveError, WorkerError
-from pdserve.fabric import Fabric, ImmCounters, Topology
+from pdserve.fabric import Fabric, ImmCounters, library, Topology
 from pdserve.fabric import FabricConfig as FabricOptions
 from pdserve.http.app import build_app, make_runner
 from pdserve.http.config import HttpConfig
@@ -130,6 +130,8 @@ class Node:
         """
         weights = identity.find_model(self.config)
         self.topology = this_machine()
+        if self.role is not Role.BOTH:
+            library.load(self.config.fabric.library)
         try:
             async with asyncio.TaskGroup() as group:
                 live = group.create_task(self._live(weights, on_ready), name="node")
