@@ -31,7 +31,7 @@ from pdserve.engine.plan import StepResult
 from pdserve.engine.request import Request
 from pdserve.engine.scheduler import Scheduler
 from pdserve.errors import ConfigError, Draining, InternalError, PdserveError, WorkerError
-from pdserve.fabric import Fabric, ImmCounters, library, Topology
+from pdserve.fabric import Fabric, ImmCounters, Topology, library
 from pdserve.fabric import FabricConfig as FabricOptions
 from pdserve.http.app import build_app, make_runner
 from pdserve.http.config import HttpConfig
