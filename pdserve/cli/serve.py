@@ -25,7 +25,7 @@ def run(arguments: argparse.Namespace) -> int:
     # Imported late: bad usage and bad configuration are answered at once.
     import uvloop
 
-    from pdserve.node.node import run_node
+    from pdserve.node.service import run_node
 
     uvloop.run(run_node(config))
     return 0

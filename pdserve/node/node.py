@@ -30,19 +30,19 @@ from pdserve.engine.limits import Role, SchedulerConfig
 from pdserve.engine.plan import StepResult
 from pdserve.engine.request import Request
 from pdserve.engine.scheduler import Scheduler
-from pdserve.errors import ConfigError, Draining, InternalError, PdserveError, WorkerError
+from pdserve.errors import ConfigError, WorkerError
 from pdserve.fabric import Fabric, ImmCounters, Topology, library
 from pdserve.fabric import FabricConfig as FabricOptions
 from pdserve.http.app import build_app, make_runner
 from pdserve.http.config import HttpConfig
 from pdserve.http.frontend import Health
 from pdserve.messenger.decode import DecodeConfig, DecodeMachine
-from pdserve.messenger.events import Drain
 from pdserve.messenger.prefill import PrefillConfig, PrefillMachine
-from pdserve.node import identity
+from pdserve.node import ending, identity
 from pdserve.node.decode_messenger import DecodeMessenger
 from pdserve.node.engine_loop import EngineLoop
 from pdserve.node.frontend import NodeFrontend
+from pdserve.node.health import health_of
 from pdserve.node.hello_server import HelloServer
 from pdserve.node.loading import LoadingBar
 from pdserve.node.peers import PeerConnection
@@ -51,7 +51,6 @@ from pdserve.node.self_test import self_test, this_machine
 from pdserve.node.snapshot import snapshot
 from pdserve.node.tracing import fetch_merged
 from pdserve.node.watcher import LayerWatcher
-from pdserve.observe.log import configure
 from pdserve.observe.metrics import NodeMetrics
 from pdserve.observe.trace import TraceStore
 from pdserve.text.tokenizer import Tokenizer
@@ -62,15 +61,6 @@ log = logging.getLogger(__name__)
 
 LOOPBACK_SECRET = b"pdserve: no cluster secret, loopback only"
 """What stands for a secret where none is configured; `config` allows that on loopback addresses alone."""
-
-STALLED_S = 60.0
-"""A published step without a result for so long: the worker is wedged, and /live says so."""
-
-QUIET_S = 5.0
-"""How long a node that stops waits for its peers to be quiet before it fences them."""
-
-FAREWELL_S = 1.0
-"""How long a prefill node that ends waits for its peers to have heard how their requests ended."""
 
 
 class Node:
@@ -98,29 +88,29 @@ class Node:
         self.metrics: NodeMetrics
         self._gate = gate
         self._fault = fault
-        self._stopping = asyncio.Event()
-        self._hurry = asyncio.Event()
+        self.stopping = asyncio.Event()
+        self.hurry = asyncio.Event()
         self._changed = asyncio.Event()
-        self._cause: BaseException | None = None
+        self.cause: BaseException | None = None
         self._ended = asyncio.Event()
         self._outer: asyncio.TaskGroup
         self._watcher: LayerWatcher | None = None
         self._http: aiohttp.ClientSession
-        self._worker_error: WorkerError | None = None
+        self.worker_error: WorkerError | None = None
 
     # From outside.
 
     def stop(self) -> None:
         """Drain and end. A second call ends at once."""
-        if self._stopping.is_set():
-            self._hurry.set()
-        self._stopping.set()
+        if self.stopping.is_set():
+            self.hurry.set()
+        self.stopping.set()
         self._ended.set()
 
     def crash(self, cause: BaseException) -> None:
         """End with this cause. The first one counts."""
-        if self._cause is None:
-            self._cause = cause
+        if self.cause is None:
+            self.cause = cause
             self._ended.set()
 
     async def run(self, on_ready: Callable[[Node], None] | None = None) -> None:
@@ -142,7 +132,7 @@ class Node:
 
     async def _stop_loading(self, live: asyncio.Task[None]) -> None:
         """A stop before the node is ready has nothing to drain."""
-        await self._stopping.wait()
+        await self.stopping.wait()
         if not self.ready.is_set():
             live.cancel()
 
@@ -345,83 +335,24 @@ class Node:
                 on_ready(self)
             try:
                 await self._ended.wait()
-                if self._cause is not None:
-                    raise self._cause
-                await self._drain()
-                if self._cause is not None:
-                    raise self._cause
+                if self.cause is not None:
+                    raise self.cause
+                await ending.drain(self)
+                if self.cause is not None:
+                    raise self.cause
             finally:
-                self._give_up()
+                ending.give_up(self)
                 for task in tasks:
                     task.cancel()
                 gc.unfreeze()
 
-    async def _drain(self) -> None:
-        """Take no new work, let what runs finish until the deadline, cancel the rest, wait for quiet."""
-        self.frontend.draining = True
-        if self.hello_server is not None:
-            self.hello_server.stop()
-        messenger = self.decode or self.prefill
-        if messenger is not None:
-            messenger.feed(Drain())
-        await self._until(self._all_done, self.config.server.shutdown_timeout)
-        if not self._all_done():
-            log.warning("not all requests ended in time; the rest is cancelled: %s", self._unfinished())
-        late = Draining("the server is shutting down", retry_after=1.0)
-        self.frontend.fail_all(late)
-        if self.prefill is not None:
-            self.prefill.fail_all(late)
-        await self._until(self._quiet, QUIET_S)
-
-    def _all_done(self) -> bool:
-        return not self.frontend.generations and (self.prefill is None or self.prefill.machine.idle)
-
-    def _unfinished(self) -> str:
-        """What keeps a node that drains: generations here, work for peers."""
-        machine = {} if self.prefill is None else self.prefill.machine.statistics()
-        gauges = {name: count for name, count in machine.items() if count and name.startswith("works_")}
-        return f"{len(self.frontend.generations)} generations, {gauges or 'no work'} for peers"
-
-    def _quiet(self) -> bool:
-        return all(m is None or m.machine.idle for m in (self.decode, self.prefill))
-
-    async def _until(self, condition: Callable[[], bool], seconds: float) -> None:
-        """Wait until a condition holds; not beyond `seconds`, a second stop or a fault."""
-        deadline = time.monotonic() + seconds
-        while not condition() and self._cause is None and not self._hurry.is_set():
-            await self.changed()
-            if time.monotonic() >= deadline:
-                return
-
-    def _give_up(self) -> None:
-        """Whatever still waits for a token hears why it gets none."""
-        self.engine.close()
-        cause = self._cause
-        error = cause if isinstance(cause, PdserveError) else InternalError("the server ended unexpectedly")
-        if self.hello_server is not None:
-            self.hello_server.stop()
-        if cause is not None and self.prefill is not None:
-            self.prefill.fail_all(error)
-        self.frontend.draining = True
-        self.frontend.fail_all(error if cause is not None else Draining("the server is shutting down"))
-
     async def _close_links(self) -> None:
         if self.prefill is not None:
-            await self._farewell(self.prefill)
+            await ending.farewell(self, self.prefill)
         for messenger in (self.decode, self.prefill):
             if messenger is not None:
                 await messenger.close_links()
                 messenger.close()
-
-    async def _farewell(self, prefill: PrefillMessenger) -> None:
-        """Peers hear how their requests ended before their links close: else all they know is that a link
-        broke, and a request whose KV has just been sent is lost with it."""
-        deadline = time.monotonic() + FAREWELL_S
-        while not prefill.machine.idle and time.monotonic() < deadline:
-            await self.changed()
-        said = {link: link.said for link in prefill.links.values()}
-        while time.monotonic() < deadline and not all(link.heard(number) for link, number in said.items()):
-            await self.changed()
 
     # What the parts tell each other.
 
@@ -437,7 +368,7 @@ class Node:
 
     def _on_worker_exit(self, error: WorkerError) -> None:
         log.error("%s", error)
-        self._worker_error = error
+        self.worker_error = error
         self.crash(error)
 
     def _on_receiving(self, request: Request) -> None:
@@ -462,26 +393,8 @@ class Node:
     # Observation.
 
     def health(self) -> Health:
-        """Ready: would serve a request now. Live: the worker makes progress on what it was given."""
-        detail = {"role": self.role.value, "node": self.name}
-        if self.fabric is not None:
-            detail["provider"] = self.fabric.info.provider
-        if self._cause is not None or self._worker_error is not None:
-            cause = str(self._worker_error or self._cause)
-            return Health(ready=False, live=False, reason=cause, detail=detail)
-        if not self.ready.is_set():
-            return Health(ready=False, live=True, reason="the model is loading", detail=detail)
-        stalled = time.monotonic() - self.engine.progress_at
-        if self.engine.steps_in_flight and stalled > STALLED_S:
-            reason = f"the worker has not finished a step for {stalled:.0f} s"
-            return Health(ready=False, live=False, reason=reason, detail=detail)
-        if self._stopping.is_set():
-            return Health(ready=False, live=True, reason="the server is shutting down", detail=detail)
-        if self.peers and not any(peer.up for peer in self.peers):
-            problems = "; ".join(f"{peer.url}: {peer.problem or 'not linked yet'}" for peer in self.peers)
-            reason = f"no prefill node is reachable ({problems})"
-            return Health(ready=False, live=True, reason=reason, detail=detail)
-        return Health(ready=True, live=True, detail=detail)
+        """What /health and /live answer."""
+        return health_of(self)
 
     async def _trace(self, request_id: str) -> dict[str, Any] | None:
         return await fetch_merged(
@@ -499,9 +412,22 @@ class Node:
         return LOOPBACK_SECRET if secret is None else secret.encode()
 
     @property
+    def quiet(self) -> bool:
+        """Nothing is under way to or from any peer."""
+        return all(m is None or m.machine.idle for m in (self.decode, self.prefill))
+
+    @property
     def idle(self) -> bool:
         """Nothing runs, waits, is being received or sent, or is quarantined, here or towards any peer."""
-        return not self.frontend.generations and self.scheduler.idle and self._quiet()
+        return not self.frontend.generations and self.scheduler.idle and self.quiet
+
+    async def until(self, condition: Callable[[], bool], seconds: float) -> None:
+        """Wait until a condition holds; not beyond `seconds`, a second stop or a fault."""
+        deadline = time.monotonic() + seconds
+        while not condition() and self.cause is None and not self.hurry.is_set():
+            await self.changed()
+            if time.monotonic() >= deadline:
+                return
 
     async def changed(self) -> None:
         """Wait until something may have changed, but 20 ms at most: not every change is announced."""
@@ -532,11 +458,3 @@ def _one_cause(group: BaseExceptionGroup[BaseException]) -> BaseException:
             leaves.append(error)
     faults = [error for error in leaves if not isinstance(error, asyncio.CancelledError)]
     return (faults or leaves)[0]
-
-
-async def run_node(config: NodeConfig, *, on_ready: Callable[[Node], None] | None = None) -> None:
-    """Run a node until SIGTERM or SIGINT (a second one ends it at once). Raises what ended it otherwise."""
-    from pdserve.node.service import serve_until_signalled
-
-    configure(config.observe.log_level, config.observe.log_format)
-    await serve_until_signalled(Node(config), on_ready)

@@ -6,8 +6,10 @@ import asyncio
 import signal
 from collections.abc import Callable
 
+from pdserve.config import NodeConfig
 from pdserve.node.node import Node
 from pdserve.node.notify import Notifier
+from pdserve.observe.log import configure
 
 _MORE_S = 60.0
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
@@ -58,3 +60,9 @@ async def _prolong_start(node: Node, notifier: Notifier) -> None:
                 await node.ready.wait()
         except TimeoutError:
             pass
+
+
+async def run_node(config: NodeConfig, *, on_ready: Callable[[Node], None] | None = None) -> None:
+    """Run a node until SIGTERM or SIGINT (a second one ends it at once). Raises what ended it otherwise."""
+    configure(config.observe.log_level, config.observe.log_format)
+    await serve_until_signalled(Node(config), on_ready)
