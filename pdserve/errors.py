@@ -66,6 +66,32 @@ class NotFound(ClientError):
     kind = "not_found_error"
 
 
+class ModelNotFound(NotFound):
+    """No model of that name is served here."""
+
+    code = "model_not_found"
+
+
+class WrongRole(NotFound):
+    """A prefill node generates nothing."""
+
+    code = "wrong_role"
+
+
+class UnsupportedMediaType(ClientError):
+    """The body is not declared as JSON."""
+
+    status = 415
+    code = "unsupported_media_type"
+
+
+class BodyTimeout(ClientError):
+    """The client did not send its body in time."""
+
+    status = 408
+    code = "body_timeout"
+
+
 class MethodNotAllowed(ClientError):
     status = 405
     code = "method_not_allowed"
@@ -144,9 +170,7 @@ class WorkerError(PdserveError):
 
 
 class InternalError(PdserveError):
-    """The server ended for a reason that is not the request's."""
-
-    retryable = True
+    """A bug, or an end of the server that is not the request's doing; the log has the details."""
 
 
 class ConfigError(PdserveError):

@@ -19,9 +19,16 @@ import orjson
 from aiohttp import web
 
 from pdserve import __version__
-from pdserve.errors import ClientError, MethodNotAllowed, NotFound, PdserveError, RequestTooLarge
+from pdserve.errors import (
+    ClientError,
+    InternalError,
+    MethodNotAllowed,
+    NotFound,
+    PdserveError,
+    RequestTooLarge,
+)
 from pdserve.http.config import HttpConfig
-from pdserve.http.errors import InternalError, error_response, show
+from pdserve.http.errors import error_response, show
 from pdserve.http.frontend import Frontend, Health
 from pdserve.http.identity import ANSWER, HEADER, REQUEST, ApiKeys, given_id
 from pdserve.http.openai import OpenAIRoutes

@@ -12,8 +12,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 
 import msgspec
 
-from pdserve.errors import PdserveError
-from pdserve.http.errors import InternalError
+from pdserve.errors import InternalError, PdserveError
 from pdserve.http.frontend import Generation, TokenOutput
 from pdserve.http.sampling import OutputRules
 from pdserve.observe.metrics import NodeMetrics

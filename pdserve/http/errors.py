@@ -12,35 +12,11 @@ from typing import Any
 import orjson
 from aiohttp import web
 
-from pdserve.errors import ClientError, Overloaded, PdserveError
+from pdserve.errors import Overloaded, PdserveError
 
 MAX_MESSAGE = 1024
 MAX_PARAM = 128
 MAX_VALUE = 80
-
-
-class UnsupportedMediaType(ClientError):
-    """The body is not declared as JSON."""
-
-    status = 415
-    code = "unsupported_media_type"
-
-
-class BodyTimeout(ClientError):
-    """The client did not send its body in time."""
-
-    status = 408
-    code = "body_timeout"
-
-
-class ModelNotFound(ClientError):
-    status = 404
-    code = "model_not_found"
-    kind = "not_found_error"
-
-
-class InternalError(PdserveError):
-    """A bug: what went wrong is in the log, not in the answer."""
 
 
 def clip(text: str, limit: int) -> str:

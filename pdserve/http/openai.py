@@ -19,11 +19,18 @@ import orjson
 from aiohttp import web
 
 from pdserve.engine.sampling import SamplingParams
-from pdserve.errors import ClientError, ContextLengthExceeded, PdserveError
+from pdserve.errors import (
+    ClientError,
+    ContextLengthExceeded,
+    InternalError,
+    ModelNotFound,
+    PdserveError,
+    WrongRole,
+)
 from pdserve.http.bodies import DONE, ChatFormat, ChunkWriter, CompletionFormat, Format, Head, usage
 from pdserve.http.choice import Choice, Delta, run_all
 from pdserve.http.config import HttpConfig
-from pdserve.http.errors import InternalError, ModelNotFound, error_body, show
+from pdserve.http.errors import error_body, show
 from pdserve.http.frontend import Frontend, ServedModel, TokenOutput
 from pdserve.http.identity import REQUEST, RequestIds
 from pdserve.http.prompts import Prompt, PromptReader
@@ -45,14 +52,6 @@ from pdserve.text.tokenizer import Tokenizer
 _log = logging.getLogger(__name__)
 
 Body = ChatRequest | CompletionRequest
-
-
-class WrongRole(ClientError):
-    """This node generates nothing."""
-
-    status = 404
-    code = "wrong_role"
-    kind = "not_found_error"
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,9 +6,9 @@ import asyncio
 
 from aiohttp import web
 
-from pdserve.errors import RequestTooLarge
+from pdserve.errors import BodyTimeout, RequestTooLarge, UnsupportedMediaType
 from pdserve.http.config import HttpConfig
-from pdserve.http.errors import BodyTimeout, UnsupportedMediaType, show
+from pdserve.http.errors import show
 
 
 async def read_body(request: web.Request, config: HttpConfig) -> bytes:

@@ -13,7 +13,7 @@ from pdserve.engine.events import Event, Expired, TokenEvent
 from pdserve.engine.request import Phase, Request
 from pdserve.engine.sampling import SamplingParams
 from pdserve.engine.scheduler import Scheduler
-from pdserve.errors import ClientError, Draining, Overloaded, PdserveError
+from pdserve.errors import Draining, Overloaded, PdserveError, WrongRole
 from pdserve.http.frontend import Generation, Health, ServedModel, TokenOutput
 from pdserve.node.decode_messenger import DecodeMessenger
 from pdserve.node.generation import NodeGeneration
@@ -124,7 +124,7 @@ class NodeFrontend:
         if self.draining:
             raise Draining("the server is shutting down", retry_after=1.0)
         if self.card.role == "prefill":
-            raise ClientError("this is a prefill node: send requests to a decode node", code="wrong_role")
+            raise WrongRole("this is a prefill node, which generates nothing; ask a decode node")
         if self._scheduler is None:
             raise Overloaded("the model is still loading", retry_after=1.0)
         return self._scheduler
