@@ -18,7 +18,13 @@ class Refusal(NamedTuple):
 
 
 def refuse(
-    prefill: Prefill, ours: NodeFacts, theirs: NodeFacts, own_pages: int, slots_in_use: Container[int]
+    prefill: Prefill,
+    ours: NodeFacts,
+    theirs: NodeFacts,
+    own_pages: int,
+    *,
+    vocab_size: int,
+    slots_in_use: Container[int],
 ) -> Refusal | None:
     """Why a `Prefill` of the node `theirs` can't be taken, naming field, value and limit; None if it can.
 
@@ -28,6 +34,7 @@ def refuse(
         _unsupported(prefill)
         or _wrong_place(prefill, theirs)
         or _wrong_length(prefill, ours, own_pages)
+        or _wrong_tokens(prefill, vocab_size)
         or _wrong_pages(prefill, theirs)
         or _wrong_slots(prefill, theirs, slots_in_use)
     )
@@ -68,6 +75,13 @@ def _wrong_length(prefill: Prefill, ours: NodeFacts, own_pages: int) -> Refusal 
     pages = -(-target(prefill) // ours.page_size)
     if pages > own_pages:
         return Refusal("too_long", f"the prompt takes {pages} pages; this node has {own_pages}")
+    return None
+
+
+def _wrong_tokens(prefill: Prefill, vocab_size: int) -> Refusal | None:
+    largest = max(prefill.tokens)
+    if largest >= vocab_size:
+        return Refusal("bad_tokens", f"token id {largest} is not in 0..{vocab_size - 1}")
     return None
 
 

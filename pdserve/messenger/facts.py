@@ -147,6 +147,8 @@ def unfit(ours: NodeFacts, theirs: HelloFacts) -> str | None:
         needed = theirs.node.geometry(memory.group).arena_bytes(memory.rank)
         if memory.length < needed:
             return f"{name}: {memory.length} bytes, but its pages take {needed}"
+        if memory.base + memory.length >= 1 << 64:
+            return f"{name}: {memory.length} bytes at {memory.base:#x} end beyond all addresses"
         covered.add((memory.group, memory.rank))
     if theirs.node.role == "decode":
         for group, facts in enumerate(theirs.node.groups):

@@ -90,8 +90,8 @@ class Accepted(msgspec.Struct, frozen=True, array_like=True, tag="accepted"):
 class Rejected(msgspec.Struct, frozen=True, array_like=True, tag="rejected"):
     """Prefill -> decode, only instead of `Accepted`, and as good as quiet: nothing was or will be posted.
 
-    `code`: a stable word ("overloaded", "draining", "epoch", "too_long", "bad_pages", "bad_slots",
-    "unsupported"). `reason` names the field, the value and the limit.
+    `code`: a stable word ("overloaded", "draining", "epoch", "too_long", "bad_tokens", "bad_pages",
+    "bad_slots", "unsupported"). `reason` names the field, the value and the limit.
     """
 
     request: RequestId

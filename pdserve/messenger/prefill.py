@@ -54,6 +54,8 @@ class PrefillConfig:
     node: NodeFacts
     group: int = 0
     """Which of this node's groups computes for the peers."""
+    vocab_size: int = 1 << 32
+    """Token ids are below it."""
     heartbeat_s: float = 0.25
     dead_s: float = 2.0
     pause_s: float = 0.5
@@ -157,7 +159,12 @@ class PrefillMachine(Machine[PrefillLink]):
             self._say_rejected(link, prefill, "draining", self.draining, self.config.retry_after_s)
             return
         refusal = refuse(
-            prefill, self.config.node, link.node, self._geometry.num_pages - 1, slots_in_use=link.slots
+            prefill,
+            self.config.node,
+            link.node,
+            self._geometry.num_pages - 1,
+            vocab_size=self.config.vocab_size,
+            slots_in_use=link.slots,
         )
         if refusal is not None:
             self._say_rejected(link, prefill, refusal.code, refusal.reason, None)

@@ -276,7 +276,12 @@ class Node:
         arena = self.worker.arena.buffer
         if self.hello_server is not None:
             prefill = PrefillMachine(
-                PrefillConfig(node=facts, heartbeat_s=cluster.heartbeat_s, dead_s=cluster.dead_s)
+                PrefillConfig(
+                    node=facts,
+                    vocab_size=self.worker.ready.vocab_size,
+                    heartbeat_s=cluster.heartbeat_s,
+                    dead_s=cluster.dead_s,
+                )
             )
             self.prefill = PrefillMessenger(
                 prefill,

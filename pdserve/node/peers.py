@@ -16,7 +16,7 @@ import aiohttp
 from pdserve.errors import HelloRefused, PdserveError, PeerError, ProtocolError
 from pdserve.fabric import Fabric, ImmCounters
 from pdserve.messenger.facts import NodeFacts, unfit
-from pdserve.messenger.hello import MAX_BODY, NONCE_BYTES, Initiator
+from pdserve.messenger.hello import MAX_BODY, NONCE_BYTES, Initiator, Session
 from pdserve.node.decode_messenger import DecodeMessenger
 from pdserve.node.links import FabricLink, PeerPort
 
@@ -122,7 +122,7 @@ class PeerConnection:
         try:
             ours = port.facts(self._facts, self._fabric, offer_memory=True)
             session = initiator.finish(await self._post(HELLO_PATH, initiator.hello(reply, ours)))
-            reason = unfit(self._facts, session.peer)
+            reason = unfit(self._facts, session.peer) or self._taken(session)
             if reason is not None:
                 raise HelloRefused(reason)
             link = FabricLink(
@@ -137,6 +137,15 @@ class PeerConnection:
             raise
         self._messenger.link_up(link)
         return link
+
+    def _taken(self, session: Session) -> str | None:
+        """Why this link can't be told from one that is up. Our own former one is closed by now."""
+        node_id = session.peer.node.node_id
+        if session.link in self._messenger.links:
+            return f"link id: {node_id} gave one that is in use"
+        if self._messenger.link_of(node_id) is not None:
+            return f"node id: another prefill node is called {node_id!r} too"
+        return None
 
     async def _post(self, path: str, body: bytes) -> bytes:
         headers = {"Content-Type": CONTENT_TYPE}

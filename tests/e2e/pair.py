@@ -12,6 +12,7 @@ from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
 
+from pdserve.fabric import native_handles
 from pdserve.node.node import Node
 from tests.e2e.cluster import NOBODY, Cluster, idle, node_config
 from tests.e2e.seams import until
@@ -104,6 +105,11 @@ def texts_of(answer: dict[str, Any]) -> list[str]:
     return [
         choice["text"] if "text" in choice else choice["message"]["content"] for choice in answer["choices"]
     ]
+
+
+def opened() -> dict[str, int]:
+    """What this process holds of libfabric. Not operations: heartbeats come and go meanwhile."""
+    return {kind: count for kind, count in native_handles().items() if kind != "operations"}
 
 
 def nothing_remembered(node: Node) -> None:

@@ -17,7 +17,6 @@ import orjson
 import pytest
 
 from pdserve.errors import HelloRefused, PeerError
-from pdserve.fabric import native_handles
 from pdserve.messenger.facts import NodeFacts
 from pdserve.messenger.geometry import CacheGroup
 from pdserve.messenger.hello import MAX_BODY, Challenge, Hello
@@ -31,6 +30,7 @@ from tests.e2e.pair import (
     Pair,
     completion_body,
     machine_reaches,
+    opened,
     tokens,
 )
 from tests.e2e.seams import held_worker, until
@@ -241,11 +241,6 @@ UNFIT: dict[str, tuple[dict[str, Any], str, tuple[str, ...]]] = {
     "an old version": ({"version": 99}, "protocol version", ("99",)),
     "another handover": ({"handovers": ("hidden",)}, "handover", ("hidden", "token")),
 }
-
-
-def opened() -> dict[str, int]:
-    """What this process holds of libfabric. Not operations: heartbeats come and go meanwhile."""
-    return {kind: count for kind, count in native_handles().items() if kind != "operations"}
 
 
 @pytest.mark.parametrize("what", UNFIT)

@@ -239,6 +239,7 @@ def test_versions_one_apart_agree_on_the_lower(ours: int, theirs: int) -> None:
         ((RankMemory(0, 2, 0, 1, 0, 1 << 20),), "no such rank"),
         ((RankMemory(1, 0, 0, 1, 0, 1 << 20),), "no such rank"),
         ((RankMemory(0, 0, 1, 1, 0, 1 << 20),), "endpoint 1"),
+        ((RankMemory(0, 0, 0, 1, 2**64 - 1, 1 << 20),), "beyond all addresses"),
     ],
 )
 def test_memory_must_be_what_the_node_says(memory: tuple[RankMemory, ...], word: str) -> None:

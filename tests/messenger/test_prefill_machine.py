@@ -47,6 +47,7 @@ from .world import node_facts
 
 TICKS = 4
 """Ticks of a step: 2 + 1 layers and the final norm."""
+VOCAB = 50
 KEY = Key(1, "r", 1)
 ERROR = FabricError("write failed", name="FI_EIO")
 
@@ -71,7 +72,7 @@ class Bench:
 
     def __init__(self, tp: int = 1) -> None:
         self.now = 50.0
-        self.machine = PrefillMachine(PrefillConfig(node_facts("p0", "prefill", tp, 30)))
+        self.machine = PrefillMachine(PrefillConfig(node_facts("p0", "prefill", tp, 30), vocab_size=VOCAB))
         self.effects: list[Effect] = []
         self.do(LinkUp(1, node_facts("d0", "decode")))
 
@@ -260,6 +261,7 @@ def test_what_the_scheduler_may_not_plan() -> None:
         ({"tokens": 1}, "too_short", "1 token"),
         ({"tokens": 65}, "too_long", "65 tokens"),
         ({"tokens": 62}, "too_long", "31 pages"),
+        ({"tokens": VOCAB + 2}, "bad_tokens", "token id 51 is not in 0..49"),
     ],
 )
 def test_a_bad_prefill_is_rejected_and_costs_nothing(fields: dict[str, Any], code: str, word: str) -> None:
