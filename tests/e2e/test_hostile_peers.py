@@ -1,4 +1,4 @@
-"""Peers that know the secret and mean harm: whatever they say, a node refuses it and goes on serving others."""
+"""Peers that know the secret and mean harm: a node refuses what they say and goes on serving others."""
 
 from __future__ import annotations
 
@@ -42,7 +42,9 @@ def facts_of(node: Node, **changes: Any) -> HelloFacts:
     shell = node.decode or node.prefill
     assert shell is not None
     link = next(iter(shell.links.values()))
-    known = link._peer_port.facts(shell.machine.config.node, node.fabric, offer_memory=node.decode is not None)  # type: ignore[arg-type]
+    known = link._peer_port.facts(
+        shell.machine.config.node, node.fabric, offer_memory=node.decode is not None
+    )  # type: ignore[arg-type]
     facts: HelloFacts = msgspec.structs.replace(known, **changes)
     return facts
 
@@ -113,12 +115,14 @@ async def test_a_decode_node_that_lies_in_its_hello_costs_a_link_at_most(pair: P
     assert pair.source.prefill is not None
     own, handles = set(pair.source.prefill.links), opened()
     facts = named(facts_of(pair.sink, **LIES[what]), "liar")
+    problems: list[str] = []
     for _ in range(2):  # The second one finds what the first one left.
         async with asyncio.timeout(20):
             try:
                 await say_hello(pair, facts)
             except PdserveError as error:
-                assert "500" not in error.message, error
+                problems.append(error.message)
+    assert not [problem for problem in problems if "500" in problem]
     await until(lambda: opened() == handles, pair.source)
     assert set(pair.source.prefill.links) == own
     await undisturbed(pair)
